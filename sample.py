@@ -1,0 +1,180 @@
+"""Sampling: Euler steps on a sway grid, guidance, and batched autoregressive generation.
+
+Paper: "Rollout CFG and training velocity" (v_g), "RL Fine-tuning Configurations" (Euler, sway -1).
+`generate` serves rollouts, evaluation and this command line:
+
+    python sample.py --ckpt out/toy --text "the old man walked to the river" \\
+        --prompt some.wav --prompt-text "what some.wav says" --out x.wav
+
+A result depends on its own seed alone: not on the batch, its order, or the number of ranks.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+
+import torch
+
+from model import Cache
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    nfe: int = 10               # Euler steps per patch in rollouts (paper: 10)
+    cfg_scale: float = 1.5      # gamma in rollouts and evaluation (paper: 1.5); 0 is off
+    sway: float = -1.0          # sway sampling coefficient (paper, F5-TTS)
+    max_patches_per_token: float = 1.5      # length cap from the target text (open)
+    max_patches_extra: int = 10
+
+    def __post_init__(self):
+        if self.nfe < 1:
+            raise ValueError(f"sample.nfe={self.nfe}; wanted at least one Euler step per patch")
+        if self.cfg_scale < 0:
+            raise ValueError(f"sample.cfg_scale={self.cfg_scale}; wanted 0 (off) or more")
+
+    def cap(self, n_tokens):
+        """Most patches that a target text of n_tokens may take."""
+        return math.ceil(self.max_patches_per_token * n_tokens) + self.max_patches_extra
+
+
+def times(nfe, sway=-1.0):
+    """The sway grid t = u + s (cos(pi u / 2) - 1 + u): (nfe+1,) from exactly 0 to exactly 1."""
+    u = torch.linspace(0, 1, nfe + 1, dtype=torch.float64)
+    t = u + sway * (torch.cos(math.pi / 2 * u) - 1 + u)
+    t[0], t[-1] = 0, 1
+    return t.float()
+
+
+def guided(v_c, v_0, cfg_scale):
+    """v_g = v_c + gamma (v_c - v_0)."""
+    return v_c + cfg_scale * (v_c - v_0)
+
+
+def solve(v_fn, x, grid):
+    """Euler's method for dx/dt = v_fn(x, t) along the grid."""
+    for t, t_next in zip(grid[:-1], grid[1:]):
+        x = x + (t_next - t) * v_fn(x, t)
+    return x
+
+
+def utterance_noise(seed, cap, P, D):
+    """x_0 of one utterance's patches: (cap, P, D), from a CPU generator of its own. Patch i's
+    noise does not depend on the cap."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randn(P, D, generator=g) for _ in range(cap)])
+
+
+@dataclass
+class Utterance:
+    """What one row of `generate` produced."""
+    latents: torch.Tensor       # (n, P, D), generated patches only
+    stopped: bool               # False: the cap was hit
+    h: torch.Tensor | None = None   # (n, C) LM states, when traced
+
+
+def next_patch(model, h, history, noise, grid, cfg_scale):
+    """Solve one patch for a batch of rows: h (B, C), history and noise (B, P, D) -> (B, P, D).
+    With guidance, conditional and unconditional rows go through LocDiT in one call."""
+    dtype = model.speech_start.dtype
+    use_cfg = cfg_scale != 0
+    if use_cfg:                                 # h = 0 is the unconditional pass; history stays
+        h = torch.cat((h, torch.zeros_like(h)))
+        history = torch.cat((history, history))
+
+    def v_fn(x, t):
+        x = x.to(dtype)
+        v = model.velocity(torch.cat((x, x)) if use_cfg else x, t[None], h, history).float()
+        return guided(*v.chunk(2), cfg_scale) if use_cfg else v
+    return solve(v_fn, noise.float(), grid)
+
+
+@torch.no_grad()
+def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1.5, sway=-1.0,
+             trace=False):
+    """Speak a batch: each prompt with its text, `group` rollouts each.
+
+    texts: B lists of token ids, prompt text and target text together; prompts: B tensors
+    (N0, P, D) of normalised latents, N0 may differ; caps: B ints, most patches to generate;
+    seeds: B*G ints, a prompt's rollouts adjacent. Returns B*G Utterances in that order.
+    The prefix is prefilled once per prompt and its cache repeated. Finished rows leave the batch
+    once they are an eighth of it, so that the cache is not copied at every patch.
+    """
+    device, dtype = model.speech_start.device, model.speech_start.dtype
+    P, D = model.config.patch_frames, model.config.latent_dim
+    B = len(texts)
+    assert len(prompts) == len(caps) == B and len(seeds) == B * group, "one of each per prompt"
+    text_len = torch.tensor([len(t) for t in texts], device=device)
+    n_prompt = torch.tensor([len(p) for p in prompts], device=device)
+    text = torch.zeros(B, int(text_len.max()), dtype=torch.long, device=device)
+    patches = torch.zeros(B, int(n_prompt.max()), P, D, device=device, dtype=dtype)
+    for i in range(B):
+        text[i, :len(texts[i])] = torch.as_tensor(texts[i])
+        patches[i, :len(prompts[i])] = prompts[i]
+
+    # prefill once per prompt, then one row per rollout
+    x, positions = model.lm_inputs(text, text_len, patches)
+    cache = Cache(model.config.lm, B, x.shape[1] + max(caps), device, dtype)
+    out = model.lm(x, positions, cache=cache)                       # (B, S, C)
+    cache.lengths = text_len + 1 + n_prompt
+    rows = torch.arange(B, device=device)
+    h = out[rows, cache.lengths - 1].repeat_interleave(group, 0)    # (B*G, C)
+    history = patches[rows, n_prompt - 1].repeat_interleave(group, 0)
+    history = history * (n_prompt > 0).repeat_interleave(group)[:, None, None]
+    cache.select(rows, group)
+    text_len, n_spoken = (v.repeat_interleave(group) for v in (text_len, n_prompt))
+    caps = torch.tensor(caps, device=device).repeat_interleave(group)
+    noise = torch.zeros(B * group, int(caps.max()), P, D)
+    for i, (seed, cap) in enumerate(zip(seeds, caps.tolist())):
+        noise[i, :cap] = utterance_noise(seed, cap, P, D)
+    noise = noise.to(device)
+
+    grid = times(nfe, sway).to(device)
+    latents = torch.zeros_like(noise)
+    states = torch.zeros(*noise.shape[:2], h.shape[-1], device=device) if trace else None
+    n_out = torch.zeros(B * group, dtype=torch.long, device=device)
+    stopped = torch.zeros(B * group, dtype=torch.bool, device=device)
+    row = torch.arange(B * group, device=device)                    # who is still in the batch
+    done = torch.zeros(B * group, dtype=torch.bool, device=device)
+    for i in range(noise.shape[1]):
+        patch = next_patch(model, h, history, noise[row, i], grid, cfg_scale)
+        latents[row, i] = patch
+        if trace:
+            states[row, i] = h.float()
+        stop = model.stop_head(h).argmax(-1) == 1
+        n_out[row[~done]] = i + 1
+        stopped[row[~done & stop]] = True
+        done = done | stop | (i + 1 >= caps[row])
+        if done.all():
+            break
+        if done.sum() * 8 >= len(done):                             # finished rows leave
+            keep = (~done).nonzero()[:, 0]
+            row, patch, done = row[keep], patch[keep], done[keep]
+            cache.select(keep)
+        history = patch.to(dtype)
+        n_spoken_now = n_spoken[row] + i + 1
+        x = model.encode_patches(history[:, None])                  # (B', 1, C)
+        cache.begin_step()
+        h = model.lm(x, model.speech_positions(text_len[row], n_spoken_now)[:, None],
+                     cache=cache)[:, 0]
+        cache.end_step()
+    return [Utterance(latents[i, :n], s, states[i, :n] if trace else None)
+            for i, (n, s) in enumerate(zip(n_out.tolist(), stopped.tolist()))]
+
+
+def decode_wavs(vae, prompts, utterances, context_patches=2):
+    """Waveforms of the generated parts: list of (n*P*hop,). The last `context_patches` of each
+    prompt go through the decoder in front, so that its receptive field has no hard edge."""
+    wavs = []
+    for i in range(0, len(utterances), 32):
+        rows = [torch.cat((p[-context_patches:].to(u.latents), u.latents)).flatten(0, 1)
+                for p, u in zip(prompts[i:i + 32], utterances[i:i + 32])]       # (T, D) each
+        lengths = torch.tensor([len(r) for r in rows])
+        batch = torch.zeros(len(rows), int(lengths.max()), rows[0].shape[1])
+        for row, x in zip(batch, rows):
+            row[:len(x)] = x
+        audio = vae.decode(batch, lengths)                          # (32, T*hop)
+        hop = audio.shape[1] // batch.shape[1]
+        for wav, length, u in zip(audio, lengths.tolist(), utterances[i:i + 32]):
+            n = u.latents.shape[0] * u.latents.shape[1]
+            wavs.append(wav[(length - n) * hop:length * hop].clone())
+    return wavs

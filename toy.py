@@ -1,0 +1,499 @@
+"""The toy world: a small real one, in which the whole method runs on a laptop.
+
+eSpeak NG speaks sentences of a small grammar in many voices (the corpus); a small frame-domain VAE
+turns speech into latents; two recognisers and two speaker encoders judge it. Of each kind of judge
+one gives the reward and the other, of another architecture and seed, is held out: it never enters
+a reward and stands beside the first in every table. All of them are frozen before RL begins.
+
+This is the stand-in for Emilia, Semantic-VAE, Whisper and WavLM at a size that fits two CPU cores;
+train.py owns the training loops, and nothing in model.py, sample.py or grow.py knows this file.
+Hear it:  python toy.py "the old man walked to the river" out.wav --voice 3
+"""
+
+import argparse
+import ctypes
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import soxr
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from transformers.audio_utils import mel_filter_bank
+
+SAMPLE_RATE = 16_000
+HOP_SAMPLES = 400               # one latent frame: 25 ms, 40 Hz
+PATCH_SAMPLES = 1_600           # one patch of P=4 frames
+ALPHABET = " abcdefghijklmnopqrstuvwxyz"
+
+# ---------------------------------------------------------------- sentences and voices
+
+PEOPLE = "man woman girl teacher doctor farmer king mother".split()
+ANIMALS = "dog cat horse rabbit monkey elephant".split()
+ADJECTIVES = "old young small happy black white tall".split()
+MOVED = "walked went came jumped".split()
+DID = "saw found liked wanted".split()
+THINGS = "letter table picture flower hat apple window".split()
+PLACES = "river garden house school market kitchen forest mountain".split()
+WORDS = sorted({*PEOPLE, *ANIMALS, *ADJECTIVES, *MOVED, *DID, *THINGS, *PLACES,
+                *"the we they she he was looked to near from".split()})
+
+# eSpeak NG's voice variants by split, so that RL and evaluation hear voices that DiTAR's
+# pretraining never did. Left out are those that Whisper tiny.en cannot follow (they whisper, growl
+# or ring); the clearest ones are kept for RL and evaluation, where real judges may listen.
+VARIANTS = {name: names.split() for name, names in dict(
+    pretrain="Mr_serious m1 Mario m8 steph2 Michael adam edward2 john iven2 robert Mike iven4 "
+             "Tweaky rob f4 pablo f1 Annie david Reed Marco norbert anika travis klatt klatt3 "
+             "klatt6 robosoft3 robosoft4 robosoft5 robosoft6 robosoft7 iven paul ian marcelo zac "
+             "announcer caleb shelby grandma boris f5",
+    rl="Hugo miguel m4 Gene2 antonio Alex iven3 grandpa steph3 sandro m6 mike2 michel gustave f2 "
+       "Jacky ed max quincy aunty",
+    tune="croak Denis m2 victor edward m7",
+    eval="m3 Henrique steph Storm Nguyen Gene benjamin Diogo pedro f3 linda m5").items()}
+
+
+def sentence(rng):
+    """Three to seven words of a small grammar. rng: random.Random."""
+    def noun(nouns, p_adjective):
+        adjective = rng.choice(ADJECTIVES) + " " if rng.random() < p_adjective else ""
+        return f"the {adjective}{rng.choice(nouns)}"
+    subject = rng.choice("we they she he".split()) if rng.random() < 0.2 else noun(
+        PEOPLE + ANIMALS, 0.4)
+    kind = rng.random()
+    if kind < 0.1:
+        return f"{subject} {rng.choice(['was', 'looked'])} {rng.choice(ADJECTIVES)}"
+    if kind < 0.55:
+        return f"{subject} {rng.choice(MOVED)} {rng.choice(['to', 'near', 'from'])} the " \
+               f"{rng.choice(PLACES)}"
+    return f"{subject} {rng.choice(DID)} {noun(THINGS + ANIMALS, 0.4)}"
+
+
+def held_out(text):
+    """A tenth of all sentences is kept for tuning and evaluation and never trained on."""
+    return zlib.crc32(text.encode()) % 10 == 0
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    pretrain: int = 12_000      # utterances of each split; DiTAR learns from this one
+    judge: int = 6_000          # the VAE's and the judges' own, in every split's voices
+    rl: int = 2_000             # prompts of GROW, in voices that pretraining never saw
+    tune: int = 512             # for choosing hyper-parameters; never reported
+    eval: int = 512             # held-out prompts in voices that no DiTAR training saw
+    speakers_per_variant: int = 6   # eSpeak pitch and intonation range drawn per speaker
+    rate_wpm: int = 140         # a calm rate, words per minute
+    word_gap: int = 2           # extra blank between words, 10 ms each
+    seed: int = 0
+    cache_dir: str = "out/corpus"
+
+
+@dataclass
+class Corpus:
+    """Utterances of one split. wavs: list of int16 arrays, 16 kHz, multiples of 1,600 samples."""
+    texts: list
+    speakers: np.ndarray        # (N,) int, one id per voice over all splits
+    wavs: list
+
+    def wav(self, i):
+        return torch.from_numpy(self.wavs[i].astype(np.float32) / 32768)    # (S,)
+
+
+class ESpeak:
+    """eSpeak NG through ctypes; one instance a process (the library keeps global state)."""
+    SYNCHRONOUS, UTF8 = 2, 1
+    RATE, PITCH, RANGE, WORD_GAP = 1, 3, 4, 7
+
+    def __init__(self):
+        try:
+            import espeakng_loader
+            self.lib = ctypes.CDLL(espeakng_loader.get_library_path())
+            data = str(Path(espeakng_loader.get_data_path()).parent).encode()
+        except (ImportError, OSError) as error:
+            raise RuntimeError(f"eSpeak NG could not be loaded ({error}); the toy corpus needs it: "
+                               "pip install espeakng-loader") from error
+        self.rate_hz = self.lib.espeak_Initialize(self.SYNCHRONOUS, 0, data, 0)
+        if self.rate_hz <= 0:
+            raise RuntimeError("eSpeak NG did not find its data; reinstall espeakng-loader")
+        self.chunks = []
+
+        def collect(samples, n, events):
+            if n > 0:
+                self.chunks.append(np.ctypeslib.as_array(samples, (n,)).copy())
+            return 0
+        self.callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short),
+                                         ctypes.c_int, ctypes.c_void_p)(collect)
+        self.lib.espeak_SetSynthCallback(self.callback)
+
+    def speak(self, text, variant, pitch, pitch_range, rate_wpm, word_gap):
+        """Returns int16 (S,), 16 kHz, S a multiple of 1,600, blanks trimmed, one loudness."""
+        if self.lib.espeak_SetVoiceByName(f"en-us+{variant}".replace("_", " ").encode()) != 0:
+            raise RuntimeError(f"eSpeak NG has no voice variant {variant!r}")
+        for parameter, value in ((self.RATE, rate_wpm), (self.PITCH, pitch),
+                                 (self.RANGE, pitch_range), (self.WORD_GAP, word_gap)):
+            self.lib.espeak_SetParameter(parameter, value, 0)
+        self.chunks.clear()
+        data = text.encode()
+        self.lib.espeak_Synth(data, len(data) + 1, 0, 1, 0, self.UTF8, None, None)
+        wav = np.concatenate(self.chunks).astype(np.float32) / 32768
+        wav = soxr.resample(wav, self.rate_hz, SAMPLE_RATE)
+        loud = np.flatnonzero(np.abs(wav) > 0.01)
+        wav = wav[loud[0]:loud[-1] + 1]
+        wav = wav * min(0.08 / np.sqrt(np.mean(wav ** 2)), 0.95 / np.abs(wav).max())
+        length = math.ceil((len(wav) + 1_600) / PATCH_SAMPLES) * PATCH_SAMPLES
+        wav = np.pad(wav, (640, length - len(wav) - 640))       # 40 ms before, 60-160 ms after
+        return np.round(wav * 32767).astype(np.int16)
+
+
+def speakers_of(split, config):
+    """The (id, variant, pitch, range) of each speaker of a split; "judge" has those of all."""
+    if split == "judge":
+        return [s for name in VARIANTS for s in speakers_of(name, config)]
+    rows = []
+    everyone = [v for names in VARIANTS.values() for v in names]
+    for variant in VARIANTS[split]:
+        rng = random.Random(f"{config.seed}-{variant}")
+        for k in range(config.speakers_per_variant):
+            number = everyone.index(variant) * config.speakers_per_variant + k
+            rows.append((number, variant, rng.randint(25, 75), rng.randint(30, 80)))
+    return rows
+
+
+def _speak_chunk(job):
+    rows, rate_wpm, word_gap = job
+    espeak = ESpeak()
+    return [espeak.speak(text, *voice, rate_wpm, word_gap) for text, voice in rows]
+
+
+def corpus(split, config, processes=None):
+    """The Corpus of a split ("pretrain", "judge", "rl", "tune", "eval"), made once and cached.
+
+    Deterministic: sentence and voice of utterance i depend on (seed, split, i) alone. The file's
+    name carries a hash of all that shapes it. Utterances 2k and 2k+1 are by the same speaker, so
+    that (prompt, target) pairs lie side by side.
+    """
+    size, voices = getattr(config, split), speakers_of(split, config)
+    rows = []
+    for i in range(size):
+        rng = random.Random(f"{config.seed}-{split}-{i}")
+        text = sentence(rng)
+        while split != "judge" and held_out(text) != (split in ("tune", "eval")):
+            text = sentence(rng)
+        number, *voice = voices[random.Random(f"{config.seed}-{split}-{i // 2}-voice").randrange(
+            len(voices))]
+        rows.append((text, number, tuple(voice)))
+    key = json.dumps([rows, config.rate_wpm, config.word_gap, "v1"]).encode()
+    path = Path(config.cache_dir) / f"{split}-{hashlib.sha256(key).hexdigest()[:12]}.npz"
+    if not path.exists():
+        jobs = [([(t, v) for t, _, v in rows[i:i + 100]], config.rate_wpm, config.word_gap)
+                for i in range(0, size, 100)]
+        with ProcessPoolExecutor(processes or os.cpu_count(),
+                                 multiprocessing.get_context("spawn")) as pool:
+            wavs = [wav for chunk in pool.map(_speak_chunk, jobs) for wav in chunk]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}.tmp.npz")
+        np.savez(scratch, wavs=np.concatenate(wavs), lengths=[len(w) for w in wavs])
+        os.replace(scratch, path)
+    with np.load(path) as data:
+        wavs = np.split(data["wavs"], np.cumsum(data["lengths"])[:-1])
+    return Corpus([t for t, _, _ in rows], np.array([n for _, n, _ in rows]), wavs)
+
+
+def encode_text(text):
+    """Character ids of a text. Raises ValueError that names characters outside the alphabet."""
+    unknown = sorted(set(text) - set(ALPHABET))
+    if unknown:
+        raise ValueError(f"characters {unknown} in {text!r} are outside the toy alphabet "
+                         f"(a-z and blank); write the text out in lower-case words")
+    if not text.strip():
+        raise ValueError("the text is empty; give at least one word")
+    return [ALPHABET.index(c) for c in text]
+
+
+# ---------------------------------------------------------------- layers that VAE and judges share
+
+class ConvNeXt(nn.Module):
+    """Depthwise convolution over time, then an MLP per frame; padding frames stay out of it."""
+
+    def __init__(self, dim, kernel=7, mult=2, dilation=1):
+        super().__init__()
+        self.depthwise = nn.Conv1d(dim, dim, kernel, groups=dim, dilation=dilation,
+                                   padding=dilation * (kernel // 2))
+        self.norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, mult * dim), nn.GELU(), nn.Linear(mult * dim, dim))
+
+    def forward(self, x, mask):
+        """x: (B, T, C); mask: (B, T, 1), 0 on padding."""
+        y = self.depthwise((x * mask).transpose(1, 2)).transpose(1, 2)
+        return x + self.mlp(self.norm(y))
+
+
+def frame_mask(lengths, n_frames):
+    return (torch.arange(n_frames, device=lengths.device) < lengths[:, None]).float()[..., None]
+
+
+def spectrum(wavs, n_fft, hop):
+    """STFT on exactly S/hop frames (no frame hangs over the ends): (B, S) -> (B, S/hop, n_fft/2+1).
+    Zero padding on both sides, so a padded batch equals its singles."""
+    side = (n_fft - hop) // 2
+    frames = F.pad(wavs, (side, n_fft - hop - side)).unfold(1, n_fft, hop)
+    return torch.fft.rfft(frames * torch.hann_window(n_fft, device=wavs.device))
+
+
+def log_mel(wavs, n_fft, hop, n_mels):
+    """(B, S) -> (B, S/hop, n_mels), natural log of mel magnitudes, roughly unit scale."""
+    mel = torch.as_tensor(mel_filter_bank(n_fft // 2 + 1, n_mels, 40, 7_800, SAMPLE_RATE, norm=None,
+                                          mel_scale="htk"), dtype=torch.float32, device=wavs.device)
+    return (torch.log(spectrum(wavs, n_fft, hop).abs() @ mel + 1e-2) + 1) / 2
+
+
+def pad_batch(wavs, multiple=1):
+    """List of (S_i,) tensors -> (B, S) zero-padded, (B,) lengths in samples."""
+    lengths = torch.tensor([len(w) for w in wavs])
+    longest = math.ceil(int(lengths.max()) / multiple) * multiple
+    return torch.stack([F.pad(w, (0, longest - len(w))) for w in wavs]), lengths
+
+
+# ---------------------------------------------------------------- the VAE
+
+@dataclass(frozen=True)
+class VAEConfig:
+    latent_dim: int = 16        # D; Semantic-VAE has 64 for all of speech
+    dim: int = 192              # channels at 40 Hz
+    dim_up: int = 160           # channels at 80 Hz, where the inverse STFT runs
+    layers: int = 3             # encoder blocks; the decoder has one more, and two at 80 Hz
+    kl_weight: float = 0.08     # nats a dimension; a tight code is what DiTAR learns fast
+    steps: int = 1_400
+    batch: int = 24             # segments of one second
+    lr: float = 2e-3
+
+
+class ToyVAE(nn.Module):
+    """The small VAE with the interface of vae.py: encode -> (mean, log-variance), decode, hop 400.
+
+    STFT in, ConvNeXt blocks at the frame rate, inverse-STFT head out (no transposed convolution).
+    Latents that leave and enter are normalised per channel by statistics of the training data.
+    """
+    N_FFT, SUB_HOP = 800, 200   # two STFT columns a latent frame
+
+    def __init__(self, config=VAEConfig()):
+        super().__init__()
+        c, bins = config, self.N_FFT // 2 + 1
+        self.config = c
+        self.encode_in = nn.Linear(2 * bins, c.dim)
+        self.encoder = nn.ModuleList(ConvNeXt(c.dim) for _ in range(c.layers))
+        self.encode_out = nn.Linear(c.dim, 2 * c.latent_dim)
+        self.decode_in = nn.Linear(c.latent_dim, c.dim)
+        self.decoder = nn.ModuleList(ConvNeXt(c.dim) for _ in range(c.layers + 1))
+        self.up = nn.Linear(c.dim, 2 * c.dim_up)
+        self.decoder_up = nn.ModuleList(ConvNeXt(c.dim_up) for _ in range(2))
+        self.decode_out = nn.Linear(c.dim_up, 2 * bins)
+        self.register_buffer("latent_mean", torch.zeros(c.latent_dim))
+        self.register_buffer("latent_std", torch.ones(c.latent_dim))
+
+    def posterior(self, wavs, lengths=None):
+        B, S = wavs.shape
+        T = S // HOP_SAMPLES
+        mask = frame_mask((torch.full((B,), S, device=wavs.device) if lengths is None
+                           else lengths) // HOP_SAMPLES, T)
+        x = torch.log(spectrum(wavs, self.N_FFT, self.SUB_HOP).abs() + 1e-2)    # (B, 2T, bins)
+        x = self.encode_in(x.reshape(B, T, -1))
+        for block in self.encoder:
+            x = block(x, mask)
+        mean, log_var = self.encode_out(x).chunk(2, dim=-1)         # (B, T, D) each
+        return mean, log_var.clamp(-10, 4), mask
+
+    def encode(self, wavs, lengths=None):
+        """Deterministic. wavs: (B, S), S a multiple of 400; lengths: (B,) samples or None.
+        Returns normalised mean and log-variance, (B, S/400, D) each; frames past a length are
+        undefined. Raises ValueError for a length that is no multiple of the hop."""
+        if wavs.shape[1] % HOP_SAMPLES:
+            raise ValueError(f"{wavs.shape[1]} samples is no multiple of the hop of {HOP_SAMPLES}; "
+                             "crop the prompt to whole patches first")
+        mean, log_var, _ = self.posterior(wavs, lengths)
+        return ((mean - self.latent_mean) / self.latent_std,
+                log_var - 2 * torch.log(self.latent_std))
+
+    def decode(self, latents, lengths=None):
+        """latents: (B, T, D) normalised; lengths: (B,) frames or None. Returns (B, 400 T)."""
+        return self.synthesize(latents * self.latent_std + self.latent_mean, lengths)
+
+    def synthesize(self, z, lengths=None):
+        B, T, _ = z.shape
+        lengths = torch.full((B,), T, device=z.device) if lengths is None else lengths
+        mask, mask_up = frame_mask(lengths, T), frame_mask(2 * lengths, 2 * T)
+        x = self.decode_in(z)
+        for block in self.decoder:
+            x = block(x, mask)
+        x = self.up(x).view(B, 2 * T, -1)
+        for block in self.decoder_up:
+            x = block(x, mask_up)
+        log_mag, phase = self.decode_out(x).chunk(2, dim=-1)        # (B, 2T, bins) each
+        spec = torch.polar(torch.exp(log_mag.clamp(max=6)) * mask_up, phase * mask_up)
+        window = torch.hann_window(self.N_FFT, device=z.device)
+        frames = torch.fft.irfft(spec) * window / 1.5               # hann^2 at 75 % overlap: 1.5
+        length = (2 * T - 1) * self.SUB_HOP + self.N_FFT
+        wav = F.fold(frames.transpose(1, 2), (1, length), (1, self.N_FFT),
+                     stride=(1, self.SUB_HOP))[:, 0, 0]
+        side = (self.N_FFT - self.SUB_HOP) // 2
+        return wav[:, side:side + T * HOP_SAMPLES]
+
+
+def vae_loss(vae, wavs, noise):
+    """Multi-resolution spectral reconstruction + KL. wavs: (B, S); noise: (B, T, D) standard
+    normal. Returns loss and a dict of floats."""
+    mean, log_var, _ = vae.posterior(wavs)
+    out = vae.synthesize(mean + torch.exp(0.5 * log_var) * noise)
+    reconstruction = 0.0
+    for n_fft in (256, 512, 1024, 2048):
+        a, b = (spectrum(w, n_fft, n_fft // 4).abs() for w in (out, wavs))
+        reconstruction = reconstruction + F.l1_loss(torch.log(a + 1e-2), torch.log(b + 1e-2)) \
+            + 0.5 * (a - b).norm() / (b.norm() + 1e-3)
+    for n_mels, n_fft in ((40, 512), (80, 1024)):
+        reconstruction = reconstruction + 2 * F.l1_loss(log_mel(out, n_fft, 160, n_mels),
+                                                        log_mel(wavs, n_fft, 160, n_mels))
+    kl = 0.5 * (mean ** 2 + log_var.exp() - 1 - log_var).mean()
+    return reconstruction + vae.config.kl_weight * kl, {"reconstruction": reconstruction.item(),
+                                                        "kl": kl.item()}
+
+
+# ---------------------------------------------------------------- the judges
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    asr_steps: int = 3_000
+    asr_batch: int = 32         # utterances
+    speaker_steps: int = 2_000
+    speaker_batch: int = 64
+    lr: float = 2e-3
+
+
+class CTCRecognizer(nn.Module):
+    """Characters by CTC, greedy. `kind` "conv": ConvNeXt blocks at 50 Hz (gives the reward);
+    "gru": two bidirectional GRU layers at 40 Hz on other features (held out)."""
+
+    def __init__(self, kind, dim=None):
+        super().__init__()
+        self.kind = kind
+        n_out = len(ALPHABET) + 1                                   # class 0 is the blank
+        if kind == "conv":
+            dim = dim or 144
+            self.hop, self.mel = 320, (512, 160, 80)                # n_fft, hop, mels
+            self.proj = nn.Linear(2 * 80, dim)
+            self.blocks = nn.ModuleList(ConvNeXt(dim, kernel=9) for _ in range(5))
+        else:
+            dim = dim or 224
+            self.hop, self.mel = 400, (800, 200, 64)
+            self.proj = nn.Linear(2 * 64, dim)
+            self.blocks = nn.GRU(dim, dim // 2, 2, batch_first=True, bidirectional=True)
+        self.out = nn.Linear(dim, n_out)
+
+    def forward(self, wavs, lengths):
+        """wavs: (B, S); lengths: (B,) samples. Returns log-probabilities (B, T, 28), (B,) frames."""
+        n = lengths // self.hop
+        x = log_mel(F.pad(wavs, (0, -wavs.shape[1] % self.hop)), *self.mel)
+        x = self.proj(x.reshape(len(x), -1, 2 * self.mel[2]))       # (B, T, C)
+        if self.kind == "conv":
+            mask = frame_mask(n, x.shape[1])
+            for block in self.blocks:
+                x = block(x, mask)
+        else:
+            packed = nn.utils.rnn.pack_padded_sequence(F.gelu(x), n.cpu(), batch_first=True,
+                                                       enforce_sorted=False)
+            x = nn.utils.rnn.pad_packed_sequence(self.blocks(packed)[0], batch_first=True,
+                                                 total_length=x.shape[1])[0]
+        return self.out(x).log_softmax(-1), n
+
+    @torch.no_grad()
+    def transcribe(self, wavs):
+        """List of (S,) tensors at 16 kHz -> list of texts. Independent of the batch."""
+        texts = []
+        for i in range(0, len(wavs), 64):
+            padded, lengths = pad_batch(wavs[i:i + 64], self.hop)
+            scores, n = self(padded, lengths)
+            for ids, length in zip(scores.argmax(-1).tolist(), n.tolist()):
+                ids = ids[:length]
+                kept = [c for c, before in zip(ids, [0] + ids) if c != before and c != 0]
+                texts.append(" ".join("".join(ALPHABET[c - 1] for c in kept).split()))
+        return texts
+
+
+class SpeakerEncoder(nn.Module):
+    """Waveform -> unit vector. `kind` "attentive": ConvNeXt blocks and attentive statistics
+    pooling (gives the reward); "tdnn": dilated convolutions and plain statistics (held out)."""
+
+    def __init__(self, kind, dim=128, emb=96):
+        super().__init__()
+        self.kind = kind
+        self.mel = (640, 200, 80) if kind == "attentive" else (1024, 320, 64)
+        self.proj = nn.Linear(self.mel[2], dim)
+        if kind == "attentive":
+            self.blocks = nn.ModuleList(ConvNeXt(dim) for _ in range(3))
+            self.attention = nn.Sequential(nn.Linear(dim, 32), nn.Tanh(), nn.Linear(32, dim))
+        else:
+            self.blocks = nn.ModuleList(nn.Conv1d(dim, dim, 3, dilation=d, padding=d)
+                                        for d in (1, 2, 3, 1))
+        self.out = nn.Linear(2 * dim, emb)
+
+    def forward(self, wavs, lengths):
+        """wavs: (B, S); lengths: (B,) samples. Returns (B, emb), unit norm."""
+        hop = self.mel[1]
+        x = log_mel(F.pad(wavs, (0, -wavs.shape[1] % hop)), *self.mel)
+        mask = frame_mask(lengths // hop, x.shape[1])
+        x = self.proj(x)
+        if self.kind == "attentive":
+            for block in self.blocks:
+                x = block(x, mask)
+            score = self.attention(x).masked_fill(mask == 0, -1e9)
+            weight = score.softmax(dim=1)                           # (B, T, C)
+        else:
+            for conv in self.blocks:
+                x = F.relu(conv((x * mask).transpose(1, 2)).transpose(1, 2))
+            weight = mask / mask.sum(dim=1, keepdim=True)
+        mean = (weight * x).sum(dim=1)
+        std = (weight * (x - mean[:, None]) ** 2).sum(dim=1).clamp_min(1e-6).sqrt()
+        return F.normalize(self.out(torch.cat((mean, std), dim=-1)), dim=-1)
+
+    @torch.no_grad()
+    def embed(self, wavs):
+        """List of (S,) tensors at 16 kHz -> (B, emb). Independent of the batch."""
+        return torch.cat([self(*pad_batch(wavs[i:i + 64])) for i in range(0, len(wavs), 64)])
+
+
+def augment(wavs, lengths, generator, speed):
+    """What makes a judge hard to fool: gain, white noise at 10-50 dB and, if `speed`, 0.9-1.1x."""
+    B = len(wavs)
+    def uniform(low, high, n=B):
+        return low + (high - low) * torch.rand(n, generator=generator)
+    if speed:
+        factor = float(uniform(0.9, 1.1, 1))
+        wavs = F.interpolate(wavs[:, None], scale_factor=factor, mode="linear")[:, 0]
+        lengths = (lengths * factor).long().clamp(max=wavs.shape[1])
+    rms = wavs.pow(2).mean(dim=1, keepdim=True).sqrt()
+    noise = torch.randn(wavs.shape, generator=generator)
+    noise = noise * rms * 10 ** (-uniform(10, 50)[:, None] / 20)
+    return (wavs + noise) * 10 ** (uniform(-6, 6)[:, None] / 20), lengths
+
+
+def asr_loss(asr, wavs, lengths, texts):
+    """CTC, summed per utterance over its characters' count, then the mean."""
+    scores, n = asr(wavs, lengths)
+    targets = torch.tensor([c + 1 for text in texts for c in encode_text(text)])
+    return F.ctc_loss(scores.transpose(0, 1), targets, n,
+                      torch.tensor([len(text) for text in texts]), zero_infinity=True)
+
+
+def speaker_loss(encoder, classes, wavs, lengths, speakers, margin=0.2, scale=20.0):
+    """Additive-margin softmax over the training voices. classes: (n_speakers, emb) parameter."""
+    cosine = encoder(wavs, lengths) @ F.normalize(classes, dim=-1).T
+    return F.cross_entropy(scale * (cosine - margin * F.one_hot(speakers, len(classes))), speakers)

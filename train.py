@@ -1,0 +1,549 @@
+"""Training: config, stages, the one training loop, checkpoints, logs, torchrun.
+
+    python train.py --config toy.yaml                   the main job: GROW on the toy world
+    python train.py --config toy.yaml stages=all        everything from nothing
+    python train.py --config toy.yaml --profile         where a GROW step's time goes
+    python train.py --config toy.yaml grow.lr=2e-5 out_dir=out/lr2e-5
+    torchrun --nproc_per_node 2 train.py --config toy.yaml
+
+Each stage writes out_dir/STAGE.safetensors and is skipped when that file is there with the same
+config; stages that a run does not make itself are read from `weights_dir`. Everything random is a
+function of (seed, stage, step), so a run that was stopped continues with the same numbers.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+import rewards
+import toy
+from model import DiTAR, ModelConfig, pretrain_loss, valid_patches
+
+STAGES = ("corpus", "vae", "judges", "pretrain", "grow", "evaluate")
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    steps: int = 200_000
+    pairs_per_step: int = 128       # (prompt, target) pairs of one speaker
+    single_share: float = 0.0       # share of rows that are one utterance alone
+    lr: float = 1e-4                # peak; linear warm-up, then linear decay to 0 (paper)
+    warmup: int = 10_000
+    betas: tuple = (0.9, 0.98)
+    hold: float = 0.0               # share of the steps at the peak before the decay begins
+    ema: float = 0.0                # decay of the averaged weights that are kept; 0 is off
+    aux_weight: float = 0.0         # squared error of the next patch read from h linearly (toy)
+
+
+@dataclass(frozen=True)
+class Config:
+    out_dir: str = "out/run"
+    weights_dir: str = ""           # where results of stages that this run does not make lie
+    stages: tuple = ("grow", "evaluate")
+    seed: int = 0
+    device: str = "auto"            # auto: cuda when there is one
+    autocast: str = "auto"          # auto: bf16 where the machine multiplies bf16 faster; or off
+    save_every_sec: float = 60.0    # of a stage's own checkpoint
+    corpus: toy.CorpusConfig = toy.CorpusConfig()
+    vae: toy.VAEConfig = toy.VAEConfig()
+    judges: toy.JudgeConfig = toy.JudgeConfig()
+    model: ModelConfig = ModelConfig()
+    pretrain: PretrainConfig = PretrainConfig()
+
+
+# ---------------------------------------------------------------- config
+
+def build(cls, values, where=""):
+    """Dataclass from nested dicts. Raises ValueError that names unknown keys and wrong types."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    kwargs = {}
+    for key, value in values.items():
+        name = f"{where}{key}"
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(fields)}"
+            raise ValueError(f"unknown config key {name!r}; {hint}")
+        default = fields[key].default
+        if default is dataclasses.MISSING:
+            default = fields[key].default_factory()
+        kwargs[key] = convert(value, default, name)
+    return dataclasses.replace(cls(), **kwargs)
+
+
+def convert(value, default, name):
+    """A yaml or command-line value in the type of the field's default."""
+    if is_dataclass(default):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is a section; set its fields, e.g. {name}."
+                             f"{dataclasses.fields(default)[0].name}=...")
+        return build(type(default), {**asdict(default), **value}, name + ".")
+    wanted = type(default)
+    if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            return float(value)                     # yaml reads 1e-4 as a string
+        except ValueError:
+            pass
+    if wanted is tuple and isinstance(value, (list, tuple, str)):
+        return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+    if wanted is dict and isinstance(value, dict):
+        return {k: convert(v, default.get(k, v), f"{name}.{k}") for k, v in value.items()}
+    if type(value) is not wanted:
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}; "
+                         f"wanted a {wanted.__name__} like {default!r}")
+    return value
+
+
+def load_config(path, overrides=()):
+    """Config from a yaml file and `section.field=value` words."""
+    if not Path(path).is_file():
+        raise ValueError(f"no config file {path!r}; toy.yaml is the one to start with")
+    values = yaml.safe_load(Path(path).read_text()) or {}
+    for word in overrides:
+        if "=" not in word:
+            raise ValueError(f"override {word!r} is not of the form section.field=value")
+        keys, value = word.split("=", 1)
+        node = values
+        *sections, last = keys.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = yaml.safe_load(value)
+    return build(Config, values)
+
+
+# ---------------------------------------------------------------- files
+
+def save_tensors(path, tensors, meta):
+    """Write safetensors under a temporary name, sync, rename: a file is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".tmp")
+    save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, scratch,
+              metadata={k: json.dumps(v) for k, v in meta.items()})
+    with open(scratch, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def load_tensors(path):
+    """Returns (dict of fp32 tensors, metadata dict)."""
+    try:
+        with safe_open(path, "pt") as file:
+            meta = {k: json.loads(v) for k, v in (file.metadata() or {}).items()}
+            tensors = {k: file.get_tensor(k) for k in file.keys()}
+    except Exception as error:                      # safetensors raises its own bare class
+        raise ValueError(f"{path} is no readable safetensors file ({error}); it may be cut off: "
+                         "delete it and run its stage again") from error
+    return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}, meta
+
+
+# ---------------------------------------------------------------- the training loop
+
+def step_generator(*key):
+    """A CPU generator for this (seed, stage, step, ...): nothing random has another source."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def schedule(step, steps, warmup, hold=0.0):
+    """Linear warm-up to 1, then linear decay to 0 that begins after `hold` of the steps."""
+    if step < warmup:
+        return (step + 1) / warmup
+    start = max(warmup, hold * steps)
+    return min(1.0, (steps - step) / max(1, steps - start))
+
+
+class Averaged:
+    """Exponential moving average of parameters, with the usual warm-up of its decay."""
+
+    def __init__(self, named, decay):
+        self.named, self.decay = named, decay
+        self.mean = {name: p.detach().clone() for name, p in named.items()}
+
+    @torch.no_grad()
+    def update(self, step):
+        decay = min(self.decay, (step + 1) / (step + 10))
+        torch._foreach_lerp_(list(self.mean.values()), list(self.named.values()), 1 - decay)
+
+
+def fit(run, stage, module, gradients, steps, lr, betas=(0.9, 0.98), weight_decay=0.01, ema=0.0,
+        clip=1.0, part="", on_step=None):
+    """The one training loop. gradients(step) adds to .grad and returns a dict of numbers to log;
+    lr(step) is the learning rate. Resumes from the stage's own checkpoint.
+    Returns the averaged weights (the last ones without ema) as a dict."""
+    named = {k: p for k, p in module.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(named.values(), lr=1.0, betas=betas, weight_decay=weight_decay,
+                                  foreach=True)
+    average = Averaged(named, ema)
+    path = run.dir / f"{stage}{part}.resume.safetensors"
+    first = 0
+    if path.exists():
+        tensors, meta = load_tensors(path)
+        if meta["config"] != run.fingerprint(stage):
+            raise ValueError(f"{path} is of another config; remove it or use another out_dir")
+        first = meta["step"]
+        for name, p in named.items():
+            p.data.copy_(tensors[f"model.{name}"])
+            average.mean[name].copy_(tensors[f"ema.{name}"])
+            optimizer.state[p] = {"step": torch.tensor(float(first)),
+                                  "exp_avg": tensors[f"m.{name}"].to(p.device),
+                                  "exp_avg_sq": tensors[f"v.{name}"].to(p.device)}
+    run.rewind_log(stage + part, first)
+
+    def save(step):
+        tensors = {}
+        for name, p in named.items():
+            state = optimizer.state[p]
+            tensors |= {f"model.{name}": p, f"ema.{name}": average.mean[name],
+                        f"m.{name}": state["exp_avg"], f"v.{name}": state["exp_avg_sq"]}
+        save_tensors(path, tensors, {"step": step, "config": run.fingerprint(stage)})
+
+    bar = tqdm(range(first, steps), initial=first, total=steps, desc=stage + part,
+               disable=not (run.main and sys.stderr.isatty()))
+    saved, bad = time.time(), 0
+    for step in bar:
+        started = time.time()
+        for group in optimizer.param_groups:
+            group["lr"] = lr(step)
+        optimizer.zero_grad()
+        logs = gradients(step)
+        run.all_reduce([p.grad for p in named.values()])
+        norm = nn.utils.clip_grad_norm_(named.values(), clip).item()
+        if math.isfinite(norm):
+            optimizer.step()
+            average.update(step)
+            bad = 0
+        else:
+            bad += 1
+            if bad == 10:
+                raise RuntimeError(f"{stage}: the gradient was not finite for 10 steps in a row; "
+                                   "lower the learning rate or raise the anchor")
+        logs |= {"grad_norm": norm, "lr": lr(step), "sec": time.time() - started}
+        run.log(stage + part, step, logs, bar)
+        if run.main and time.time() - saved > run.config.save_every_sec and step + 1 < steps:
+            save(step + 1)
+            saved = time.time()
+        if on_step is not None:
+            on_step(step, average)
+    return average.mean if ema > 0 else {k: p.detach() for k, p in named.items()}
+
+
+# ---------------------------------------------------------------- a run: ranks, files, log
+
+class Run:
+    """What only train.py knows: ranks, device, the output folder and the log."""
+
+    def __init__(self, config, command):
+        self.config, self.command = config, command
+        self.dir = Path(config.out_dir)
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.main = self.rank == 0
+        cuda = torch.cuda.is_available()
+        device = ("cuda" if cuda else "cpu") if config.device == "auto" else config.device
+        if device == "cuda":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+            torch.cuda.set_device(device)
+        self.device = torch.device(device)
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if cuda and device != "cpu" else "gloo")
+        fast_bf16 = (torch.cuda.is_bf16_supported() if self.device.type == "cuda"
+                     else torch.cpu._is_amx_tile_supported())
+        self.bf16 = fast_bf16 if config.autocast == "auto" else config.autocast == "on"
+        self.dir.mkdir(parents=True, exist_ok=True)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def fingerprint(self, stage):
+        """The part of the config that shapes a stage's result."""
+        sections = {"vae": ("vae",), "judges": ("judges",), "pretrain": ("model", "pretrain"),
+                    "grow": ("model", "grow", "sample", "rewards")}[stage]
+        whole = json.loads(json.dumps(asdict(self.config)))         # tuples become lists
+        return {name: whole[name] for name in (*sections, "corpus", "seed")}
+
+    def find(self, stage):
+        """Path of a stage's finished result: in out_dir, else in weights_dir."""
+        places = [self.dir] + ([Path(self.config.weights_dir)] if self.config.weights_dir else [])
+        for place in places:
+            if (place / f"{stage}.safetensors").exists():
+                return place / f"{stage}.safetensors"
+        raise ValueError(f"no {stage}.safetensors in {' or '.join(map(str, places))}; "
+                         f"run stages={stage} first, or stages=all")
+
+    def finish(self, stage, tensors, started, scores, half=True):
+        """Write a stage's result with what made it and what it scores."""
+        if not self.main:
+            return
+        tensors = {k: v.half() if half and v.is_floating_point() else v
+                   for k, v in tensors.items()}
+        save_tensors(self.dir / f"{stage}.safetensors", tensors, {
+            "version": 1, "config": self.fingerprint(stage), "command": self.command,
+            "seconds": round(time.time() - started, 1), "scores": scores})
+        for path in self.dir.glob(f"{stage}*.resume.safetensors"):
+            path.unlink()
+        print(f"{stage}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items())
+              + f"  ({time.time() - started:.0f} s)", flush=True)
+
+    def all_reduce(self, tensors):
+        """Sum over ranks, in one flat buffer. Each rank's loss is its share of the global mean."""
+        if self.world == 1:
+            return
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            tensor.copy_(part.view_as(tensor))
+
+    def log(self, stage, step, logs, bar):
+        if not self.main:
+            return
+        record = {"stage": stage, "step": step} | {
+            k: round(float(v), 6) for k, v in logs.items()}
+        with open(self.dir / "log.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+        text = " ".join(f"{k} {v:.4g}" for k, v in record.items() if k not in ("stage", "step"))
+        if bar.disable:
+            if step % 50 == 0 or stage == "grow":
+                print(f"{stage} {step}/{bar.total}: {text}", flush=True)
+        else:
+            bar.set_postfix_str(text, refresh=False)
+
+    def rewind_log(self, stage, step):
+        """Drop this stage's lines from `step` on, so that each step stands in the log once."""
+        path = self.dir / "log.jsonl"
+        if self.main and path.exists():
+            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
+            kept = [line for line in lines if not (
+                (r := json.loads(line))["stage"] == stage and r["step"] >= step)]
+            path.write_text("".join(line + "\n" for line in kept))
+
+
+# ---------------------------------------------------------------- stages: the toy world
+
+def train_vae(run):
+    c, started = run.config.vae, time.time()
+    data = toy.corpus("judge", run.config.corpus)
+    torch.manual_seed(run.config.seed)
+    vae = toy.ToyVAE(c)
+
+    def gradients(step):
+        g = step_generator(run.config.seed, "vae", step)
+        wavs = []
+        for i in torch.randint(len(data.wavs), (c.batch,), generator=g).tolist():
+            wav = data.wav(i)
+            wav = nn.functional.pad(wav, (0, max(0, 16_000 - len(wav))))
+            at = int(torch.randint(len(wav) - 16_000 + 1, (1,), generator=g))
+            wavs.append(wav[at:at + 16_000])
+        noise = torch.randn(c.batch, 40, c.latent_dim, generator=g)
+        loss, logs = toy.vae_loss(vae, torch.stack(wavs), noise)
+        loss.backward()
+        return logs
+
+    weights = fit(run, "vae", vae, gradients, c.steps,
+                  lambda step: c.lr * schedule(step, c.steps, 100, 0.3), ema=0.999)
+    vae.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        sample = [data.wav(i) for i in range(min(300, len(data.wavs)))]
+        means = torch.cat([vae.encode(w[None])[0][0] for w in sample])
+        vae.latent_mean.copy_(means.mean(dim=0))
+        vae.latent_std.copy_(means.std(dim=0))
+        errors = [nn.functional.l1_loss(*(toy.log_mel(x, 1024, 160, 80) for x in (
+            vae.decode(vae.encode(w[None])[0]), w[None]))).item() for w in sample[:100]]
+    run.finish("vae", vae.state_dict(), started, {"log_mel_l1": sum(errors) / len(errors)})
+
+
+def load_vae(run):
+    tensors, meta = load_tensors(run.find("vae"))
+    vae = toy.ToyVAE(build(toy.VAEConfig, meta["config"]["vae"]))
+    vae.load_state_dict(tensors)
+    return vae.requires_grad_(False).eval()
+
+
+JUDGES = {"asr": lambda: toy.CTCRecognizer("conv"), "asr_held": lambda: toy.CTCRecognizer("gru"),
+          "speaker": lambda: toy.SpeakerEncoder("attentive"),
+          "speaker_held": lambda: toy.SpeakerEncoder("tdnn")}
+
+
+def train_judges(run):
+    c, started = run.config.judges, time.time()
+    data, vae = toy.corpus("judge", run.config.corpus), load_vae(run)
+    n_speakers = int(data.speakers.max()) + 1
+    rebuilt = [vae.decode(vae.encode(data.wav(i)[None])[0])[0] for i in range(len(data.wavs))]
+    tensors = {}
+    for seed, (name, make) in enumerate(JUDGES.items()):
+        torch.manual_seed(run.config.seed + seed)
+        module = make()
+        is_asr = name.startswith("asr")
+        if not is_asr:
+            module.classes = nn.Parameter(torch.randn(n_speakers, module.out.out_features))
+        batch, steps = ((c.asr_batch, c.asr_steps) if is_asr
+                        else (c.speaker_batch, c.speaker_steps))
+
+        def gradients(step):
+            g = step_generator(run.config.seed, name, step)
+            rows = torch.randint(len(data.wavs), (batch,), generator=g).tolist()
+            real = (torch.rand(batch, generator=g) < 0.5).tolist()  # half are VAE reconstructions
+            wavs, lengths = toy.pad_batch([data.wav(i) if r else rebuilt[i]
+                                           for i, r in zip(rows, real)])
+            wavs, lengths = toy.augment(wavs, lengths, g, speed=is_asr)
+            if is_asr:
+                loss = toy.asr_loss(module, wavs, lengths, [data.texts[i] for i in rows])
+            else:
+                loss = toy.speaker_loss(module, module.classes, wavs, lengths,
+                                        torch.from_numpy(data.speakers[rows]))
+            loss.backward()
+            return {"loss": loss.item()}
+
+        weights = fit(run, "judges", module, gradients, steps,
+                      lambda step: c.lr * schedule(step, steps, 100, 0.3), ema=0.999,
+                      part="." + name)
+        tensors |= {f"{name}.{k}": v for k, v in weights.items() if k != "classes"}
+    run.finish("judges", tensors, started, judge_scores(run, vae, judges_from(tensors)))
+
+
+def judges_from(tensors):
+    judges = {}
+    for name, make in JUDGES.items():
+        judges[name] = make().requires_grad_(False).eval()
+        judges[name].load_state_dict({k.removeprefix(name + "."): v for k, v in tensors.items()
+                                      if k.startswith(name + ".")})
+    return judges
+
+
+def judge_scores(run, vae, judges, limit=256):
+    """The judges' own error on real speech, which bounds what RL can show, and on the VAE's."""
+    data = toy.corpus("eval", run.config.corpus)
+    n = min(limit, len(data.wavs)) // 2 * 2
+    wavs = [data.wav(i) for i in range(n)]
+    rebuilt = [vae.decode(vae.encode(w[None])[0])[0] for w in wavs]
+    scores = {}
+    for name, judge in judges.items():
+        if name.startswith("asr"):
+            for label, audio in (("real", wavs), ("vae", rebuilt)):
+                texts = judge.transcribe(audio)
+                scores[f"{name}_wer_{label}"] = sum(
+                    rewards.wer(ref, hyp) for ref, hyp in zip(data.texts, texts)) / n
+        else:
+            a, b = judge.embed(wavs), judge.embed(rebuilt)
+            other = torch.roll(a[0::2], 1, dims=0)
+            scores |= {f"{name}_same": (a[0::2] * a[1::2]).sum(1).mean().item(),
+                       f"{name}_other": (a[0::2] * other).sum(1).mean().item(),
+                       f"{name}_vae": (a * b).sum(1).mean().item()}
+    return scores
+
+
+def load_judges(run):
+    return judges_from(load_tensors(run.find("judges"))[0])
+
+
+def encode_corpus(vae, data, patch_frames):
+    """Posterior means of whole utterances: list of (N, P, D), normalised."""
+    latents = []
+    for i in range(len(data.wavs)):
+        mean = vae.encode(data.wav(i)[None])[0][0]                  # (T, D)
+        latents.append(mean.view(-1, patch_frames, mean.shape[-1]))
+    return latents
+
+
+def pad_rows(texts, patches):
+    """Lists of ids and of (N, P, D) -> right-padded text, text_len, patches, n."""
+    text_len = torch.tensor([len(t) for t in texts])
+    n = torch.tensor([len(p) for p in patches])
+    text = torch.zeros(len(texts), int(text_len.max()), dtype=torch.long)
+    padded = torch.zeros(len(texts), int(n.max()), *patches[0].shape[1:])
+    for i, (ids, p) in enumerate(zip(texts, patches)):
+        text[i, :len(ids)], padded[i, :len(p)] = torch.tensor(ids), p
+    return text, text_len, padded, n
+
+
+def train_ditar(run):
+    """Pre-training on (prompt, target) pairs of one speaker, all patches in the loss."""
+    c, m, started = run.config.pretrain, run.config.model, time.time()
+    if c.pairs_per_step % run.world:
+        raise ValueError(f"pretrain.pairs_per_step={c.pairs_per_step} does not divide over "
+                         f"{run.world} ranks; use {c.pairs_per_step // run.world * run.world or run.world}")
+    data, vae = toy.corpus("pretrain", run.config.corpus), load_vae(run)
+    latents = encode_corpus(vae, data, m.patch_frames)
+    mates = {s: (data.speakers == s).nonzero()[0].tolist() for s in set(data.speakers.tolist())}
+    torch.manual_seed(run.config.seed)
+    model = DiTAR(m).to(run.device)
+    model.aux = nn.Linear(m.lm.dim, m.patch_frames * m.latent_dim).to(run.device)
+
+    def gradients(step):
+        g = step_generator(run.config.seed, "pretrain", step)
+        rows = torch.randint(len(latents), (c.pairs_per_step,), generator=g).tolist()
+        texts, patches = [], []
+        for i in rows:
+            others = mates[data.speakers[i]]
+            j = others[int(torch.randint(len(others), (1,), generator=g))]
+            alone = float(torch.rand(1, generator=g)) < c.single_share
+            texts.append(toy.encode_text(data.texts[i] if alone
+                                         else f"{data.texts[i]} {data.texts[j]}"))
+            patches.append(latents[i] if alone else torch.cat((latents[i], latents[j])))
+        text, text_len, x_1, n = pad_rows(texts, patches)
+        shape = (m.noise_mult, *x_1.shape[:2])
+        t, drop = torch.rand(shape, generator=g), torch.rand(shape, generator=g) < m.drop_h
+        x_0 = torch.randn(*shape, *x_1.shape[2:], generator=g)
+        share = int(n.sum())                                        # patches of all ranks
+        mine = slice(run.rank, None, run.world)
+        text, text_len, x_1, n = (v[mine].to(run.device) for v in (text, text_len, x_1, n))
+        t, x_0, drop = (v[:, mine].to(run.device) for v in (t, x_0, drop))
+        with run.autocast():
+            flow, stop, h = pretrain_loss(model, text, text_len, x_1, n, t, x_0, drop)
+            valid = valid_patches(n, x_1.shape[1])
+            aux = (model.aux(h[valid]).float() - x_1[valid].flatten(1)).pow(2).mean()
+        loss = flow + m.stop_weight * stop + c.aux_weight * aux
+        (loss * (int(n.sum()) / share)).backward()
+        return {"flow": flow.item(), "stop": stop.item(), "aux": aux.item()}
+
+    weights = fit(run, "pretrain", model, gradients, c.steps,
+                  lambda step: c.lr * schedule(step, c.steps, c.warmup, c.hold), c.betas,
+                  ema=c.ema)
+    model.load_state_dict(weights)
+    del model.aux
+    run.finish("pretrain", model.state_dict(), started, {})
+
+
+def load_ditar(run, stage="pretrain"):
+    """The model of a finished stage, with the config that it was made with."""
+    tensors, meta = load_tensors(run.find(stage))
+    model = DiTAR(build(ModelConfig, meta["config"]["model"]))
+    model.load_state_dict(tensors)
+    return model.to(run.device)
+
+
+# ---------------------------------------------------------------- entry point
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    args = parser.parse_args(words)
+    config = load_config(args.config, args.overrides)
+    stages = STAGES if config.stages == ("all",) else config.stages
+    run = Run(config, "python train.py " + " ".join(words or sys.argv[1:]))
+    for stage in stages:
+        if stage == "vae":
+            train_vae(run)
+        elif stage == "judges":
+            train_judges(run)
+        elif stage == "pretrain":
+            train_ditar(run)
+
+
+if __name__ == "__main__":
+    main()
