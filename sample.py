@@ -13,9 +13,15 @@ import argparse
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import soundfile
+import soxr
 import torch
 
 from model import Cache
+
+SAMPLE_RATE = 16_000
+PATCH_SAMPLES = 1_600
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
     text_len = torch.tensor([len(t) for t in texts], device=device)
     n_prompt = torch.tensor([len(p) for p in prompts], device=device)
     text = torch.zeros(B, int(text_len.max()), dtype=torch.long, device=device)
-    patches = torch.zeros(B, int(n_prompt.max()), P, D, device=device, dtype=dtype)
+    patches = torch.zeros(B, max(1, int(n_prompt.max())), P, D, device=device, dtype=dtype)
     for i in range(B):
         text[i, :len(texts[i])] = torch.as_tensor(texts[i])
         patches[i, :len(prompts[i])] = prompts[i]
@@ -178,3 +184,74 @@ def decode_wavs(vae, prompts, utterances, context_patches=2):
             n = u.latents.shape[0] * u.latents.shape[1]
             wavs.append(wav[(length - n) * hop:length * hop].clone())
     return wavs
+
+
+# ---------------------------------------------------------------- command line
+
+MIN_PROMPT_SEC = 0.5
+
+
+def read_prompt(path):
+    """A prompt wav as (S,) float32 at 16 kHz, cropped at its start to whole patches. Other rates
+    and stereo are converted with a note. Raises ValueError if it cannot serve as a prompt."""
+    try:
+        wav, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (OSError, soundfile.LibsndfileError) as error:
+        raise ValueError(f"--prompt {path}: no readable audio file ({error})") from error
+    if wav.shape[1] > 1:
+        print(f"note: {path} has {wav.shape[1]} channels; their mean is used")
+    wav = wav.mean(axis=1)
+    if not np.isfinite(wav).all():
+        raise ValueError(f"--prompt {path} holds NaN or infinite samples; export it again")
+    if rate != SAMPLE_RATE:
+        print(f"note: {path} is at {rate} Hz; resampled to {SAMPLE_RATE} Hz")
+        wav = soxr.resample(wav, rate, SAMPLE_RATE)
+    if len(wav) < MIN_PROMPT_SEC * SAMPLE_RATE:
+        raise ValueError(f"--prompt {path} lasts {len(wav) / SAMPLE_RATE:.2f} s; a voice needs "
+                         f"{MIN_PROMPT_SEC} s at least")
+    if np.abs(wav).max() < 1e-3:
+        raise ValueError(f"--prompt {path} is silent; record it louder")
+    return torch.from_numpy(wav[len(wav) % PATCH_SAMPLES:].copy())
+
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--ckpt", required=True, help="output folder of train.py")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--prompt", required=True, help="wav of the voice to speak in")
+    parser.add_argument("--prompt-text", help="what it says; default: the toy recogniser's reading")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--stage", choices=("grow", "pretrain"), default="grow")
+    parser.add_argument("--nfe", type=int, default=32)
+    parser.add_argument("--cfg-scale", type=float, default=1.5)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(words)
+    import toy
+    from rewards import normalize
+    from train import load_ditar, load_judges, load_vae, open_run
+    sample = SampleConfig(nfe=args.nfe, cfg_scale=args.cfg_scale)
+    text = normalize(args.text, "en")
+    toy.encode_text(text)                                           # refuse before the slow part
+    strange = sorted(set(text.split()) - set(toy.WORDS))
+    if strange:
+        print(f"note: the toy model never heard {strange}; expect babble there")
+    wav = read_prompt(args.prompt)
+    run = open_run(args.ckpt)
+    prompt_text = args.prompt_text
+    if prompt_text is None:
+        prompt_text = load_judges(run)["asr"].transcribe([wav])[0]
+        print(f"note: no --prompt-text; the recogniser hears {prompt_text!r}")
+    vae, model = load_vae(run), load_ditar(run, args.stage)
+    ids = toy.encode_text(f"{normalize(prompt_text, 'en')} {text}")
+    latents = vae.encode(wav[None])[0][0].view(-1, model.config.patch_frames,
+                                               model.config.latent_dim)
+    out = generate(model, [ids], [latents], [sample.cap(len(text))], [args.seed], nfe=sample.nfe,
+                   cfg_scale=sample.cfg_scale, sway=sample.sway)
+    speech = decode_wavs(vae, [latents], out)[0]
+    soundfile.write(args.out, speech.numpy(), SAMPLE_RATE)
+    end = "" if out[0].stopped else ", cut at the length cap"
+    print(f"{args.out}: {len(speech) / SAMPLE_RATE:.2f} s{end}")
+
+
+if __name__ == "__main__":
+    main()

@@ -42,12 +42,12 @@ ALPHABET = " abcdefghijklmnopqrstuvwxyz"
 PEOPLE = "man woman girl teacher doctor farmer king mother".split()
 ANIMALS = "dog cat horse rabbit monkey elephant".split()
 ADJECTIVES = "old young small happy black white tall".split()
-MOVED = "walked went came jumped".split()
+MOVED = "walked went came ran".split()
 DID = "saw found liked wanted".split()
-THINGS = "letter table picture flower hat apple window".split()
+THINGS = "paper table picture flower hat apple window".split()
 PLACES = "river garden house school market kitchen forest mountain".split()
 WORDS = sorted({*PEOPLE, *ANIMALS, *ADJECTIVES, *MOVED, *DID, *THINGS, *PLACES,
-                *"the we they she he was looked to near from".split()})
+                *"the we they she he was looked to from behind".split()})
 
 # eSpeak NG's voice variants by split, so that RL and evaluation hear voices that DiTAR's
 # pretraining never did. Left out are those that Whisper tiny.en cannot follow (they whisper, growl
@@ -74,7 +74,7 @@ def sentence(rng):
     if kind < 0.1:
         return f"{subject} {rng.choice(['was', 'looked'])} {rng.choice(ADJECTIVES)}"
     if kind < 0.55:
-        return f"{subject} {rng.choice(MOVED)} {rng.choice(['to', 'near', 'from'])} the " \
+        return f"{subject} {rng.choice(MOVED)} {rng.choice(['to', 'from', 'behind'])} the " \
                f"{rng.choice(PLACES)}"
     return f"{subject} {rng.choice(DID)} {noun(THINGS + ANIMALS, 0.4)}"
 
@@ -371,9 +371,9 @@ def vae_loss(vae, wavs, noise):
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    asr_steps: int = 3_000
+    asr_steps: int = 1_500
     asr_batch: int = 32         # utterances
-    speaker_steps: int = 2_000
+    speaker_steps: int = 1_000
     speaker_batch: int = 64
     lr: float = 2e-3
 

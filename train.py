@@ -12,6 +12,7 @@ function of (seed, stage, step), so a run that was stopped continues with the sa
 """
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -31,9 +32,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+import evaluate
 import rewards
 import toy
+from grow import GrowConfig, Prompt, grow_step
 from model import DiTAR, ModelConfig, pretrain_loss, valid_patches
+from evaluate import EvalConfig
+from rewards import RewardConfig
+from sample import SampleConfig
 
 STAGES = ("corpus", "vae", "judges", "pretrain", "grow", "evaluate")
 
@@ -65,6 +71,10 @@ class Config:
     judges: toy.JudgeConfig = toy.JudgeConfig()
     model: ModelConfig = ModelConfig()
     pretrain: PretrainConfig = PretrainConfig()
+    sample: SampleConfig = SampleConfig()
+    rewards: RewardConfig = RewardConfig()
+    grow: GrowConfig = GrowConfig()
+    evaluate: EvalConfig = EvalConfig()
 
 
 # ---------------------------------------------------------------- config
@@ -151,6 +161,14 @@ def load_tensors(path):
     return {k: v.float() if v.is_floating_point() else v for k, v in tensors.items()}, meta
 
 
+def differences(theirs, ours):
+    """The fields in which two config sections differ, as text."""
+    if not (isinstance(theirs, dict) and isinstance(ours, dict)):
+        return f"{theirs!r} there, {ours!r} now"
+    return ", ".join(f"{k} {theirs.get(k)!r} there, {ours.get(k)!r} now"
+                     for k in sorted({*theirs, *ours}) if theirs.get(k) != ours.get(k))
+
+
 # ---------------------------------------------------------------- the training loop
 
 def step_generator(*key):
@@ -221,6 +239,8 @@ def fit(run, stage, module, gradients, steps, lr, betas=(0.9, 0.98), weight_deca
             group["lr"] = lr(step)
         optimizer.zero_grad()
         logs = gradients(step)
+        for p in named.values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         run.all_reduce([p.grad for p in named.values()])
         norm = nn.utils.clip_grad_norm_(named.values(), clip).item()
         if math.isfinite(norm):
@@ -264,6 +284,8 @@ class Run:
                      else torch.cpu._is_amx_tile_supported())
         self.bf16 = fast_bf16 if config.autocast == "auto" else config.autocast == "on"
         self.dir.mkdir(parents=True, exist_ok=True)
+        if self.main and command:
+            (self.dir / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
@@ -274,6 +296,26 @@ class Run:
                     "grow": ("model", "grow", "sample", "rewards")}[stage]
         whole = json.loads(json.dumps(asdict(self.config)))         # tuples become lists
         return {name: whole[name] for name in (*sections, "corpus", "seed")}
+
+    def done(self, stage):
+        """Is the stage's result in out_dir? Raises ValueError if it is of another config."""
+        path = self.dir / f"{stage}.safetensors"
+        if not path.exists():
+            return False
+        theirs, ours = load_tensors(path)[1].get("config"), self.fingerprint(stage)
+        if theirs is None:
+            raise ValueError(f"{path} was not written by train.py; use another out_dir")
+        for section in ours:
+            if theirs.get(section) != ours[section]:
+                raise ValueError(
+                    f"{path} was made with another {section} section: "
+                    f"{differences(theirs.get(section), ours[section])}; "
+                    "use another out_dir, or remove the file to train again")
+        return True
+
+    def barrier(self):
+        if self.world > 1:
+            dist.barrier()
 
     def find(self, stage):
         """Path of a stage's finished result: in out_dir, else in weights_dir."""
@@ -525,24 +567,215 @@ def load_ditar(run, stage="pretrain"):
     return model.to(run.device)
 
 
+# ---------------------------------------------------------------- stages: GROW, evaluation
+
+def load_streams(run):
+    """The rewards that the config names. judges: name -> judge, all four toy ones."""
+    c, judges = run.config.rewards, load_judges(run)
+    asr = judges["asr"] if c.asr == "toy" else rewards.Whisper(
+        c.asr, run.device, c.lang, c.max_new_tokens)
+    if c.speaker != "toy":
+        raise ValueError(f"rewards.speaker={c.speaker!r}; the toy encoder is the only one so far")
+    streams = {"wer": rewards.WERReward(asr, c), "sim": rewards.SIMReward(judges["speaker"])}
+    unknown = sorted(set(c.weights) - set(streams))
+    if unknown:
+        raise ValueError(f"rewards.weights names {unknown}; the streams are {sorted(streams)}")
+    return {name: streams[name] for name in c.weights}, judges
+
+
+def make_prompt(vae, data, i, text, patch_frames):
+    """Prompt from utterance i of a corpus and a target text."""
+    wav = data.wav(i)
+    latents = vae.encode(wav[None])[0][0]                           # (T, D)
+    return Prompt(toy.encode_text(f"{data.texts[i]} {text}"), len(text), text, wav,
+                  latents.view(-1, patch_frames, latents.shape[-1]))
+
+
+def prompt_source(run, vae):
+    """draw(step, slot, attempt) -> Prompt of the RL split: prompt i, the text of another."""
+    data, cache = toy.corpus("rl", run.config.corpus), {}
+
+    def draw(step, slot, attempt):
+        g = step_generator(run.config.seed, "prompt", step, slot, attempt)
+        i, j = torch.randperm(len(data.wavs), generator=g)[:2].tolist()
+        if i not in cache:
+            cache[i] = make_prompt(vae, data, i, data.texts[j], run.config.model.patch_frames)
+        p = cache[i]
+        return Prompt(toy.encode_text(f"{data.texts[i]} {data.texts[j]}"), len(data.texts[j]),
+                      data.texts[j], p.wav, p.latents)
+    return draw
+
+
+class GrowTrainer:
+    """What train_grow and profile share: models, judges and one step's gradients."""
+
+    def __init__(self, run):
+        c = run.config.grow
+        if c.prompts_per_step % run.world:
+            fit_below = max(run.world, c.prompts_per_step // run.world * run.world)
+            raise ValueError(f"grow.prompts_per_step={c.prompts_per_step} does not divide over "
+                             f"{run.world} ranks; use {fit_below} or {fit_below + run.world}")
+        self.run, self.vae = run, load_vae(run)
+        self.streams, self.judges = load_streams(run)
+        self.policy = load_ditar(run)
+        self.policy.stop_head.requires_grad_(False)                 # no stop loss in RL
+        self.reference = load_ditar(run).requires_grad_(False)
+        self.actor = copy.deepcopy(self.reference).to(torch.bfloat16 if run.bf16 else torch.float32)
+        self.draw = prompt_source(run, self.vae)
+
+    def gradients(self, step):
+        run, c = self.run, self.run.config.grow
+        for mine, theirs in zip(self.actor.parameters(), self.policy.parameters()):
+            mine.data.copy_(theirs.data)
+        return grow_step(
+            self.policy, self.actor, self.reference, self.vae, self.streams,
+            run.config.rewards.weights, lambda slot, attempt: self.draw(step, slot, attempt),
+            range(run.rank, c.prompts_per_step, run.world),         # a group stays on one rank
+            lambda *key: step_generator(run.config.seed, "grow", step, *key),
+            c, run.config.sample, c.prompts_per_step, run.autocast)
+
+
+def train_grow(run):
+    c, started = run.config.grow, time.time()
+    trainer = GrowTrainer(run)
+    weights = fit(run, "grow", trainer.policy, trainer.gradients, c.steps,
+                  lambda step: c.lr * ((1 - step / c.steps) if c.lr_decay else 1.0),
+                  c.betas, c.weight_decay, c.ema, c.grad_clip)
+    trainer.policy.load_state_dict(weights, strict=False)
+    run.finish("grow", trainer.policy.state_dict(), started, {}, half=False)
+
+
+def held_out_prompts(run, vae, split="eval"):
+    """Prompt i of a held-out split is to say the text of utterance i^1 (the same voice), whose
+    own audio is the real speech that bounds the scores. Returns prompts and real wavs."""
+    data = toy.corpus(split, run.config.corpus)
+    n = min(run.config.evaluate.n, len(data.wavs) // 2 * 2)
+    frames = run.config.model.patch_frames
+    return ([make_prompt(vae, data, i, data.texts[i ^ 1], frames) for i in range(n)],
+            [data.wav(i ^ 1) for i in range(n)])
+
+
+def run_evaluate(run, split="eval"):
+    c = run.config.evaluate
+    vae, judges = load_vae(run), load_judges(run)
+    prompts, real = held_out_prompts(run, vae, split)
+    out = []
+    for stage in ("pretrain", "grow"):
+        started = time.time()
+        wavs, utterances = evaluate.speak(load_ditar(run, stage), vae, prompts, c,
+                                          run.config.sample)
+        records = evaluate.score(wavs, [u.stopped for u in utterances], prompts, judges)
+        print(f"evaluated {stage} on {len(prompts)} prompts, NFE {c.nfe} "
+              f"({time.time() - started:.0f} s)", flush=True)
+        out += [wavs, records]
+    real_records = evaluate.score(real, [True] * len(real), prompts, judges)
+    text = evaluate.write_report(run.dir, out[0], out[2], prompts, real_records, out[1], out[3],
+                                 c.keep_wavs)
+    print(f"\n{text}\n\nfigure, table, records and wav files: {run.dir}/", flush=True)
+
+
+def open_run(folder):
+    """The Run of an output folder of train.py, for sample.py and evaluate.py."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is no output folder of train.py (no config.json in it); "
+                         "train first, or name the folder that out_dir named")
+    values = json.loads(path.read_text()) | {"out_dir": str(folder)}
+    return Run(build(Config, values), "")
+
+
+def evaluate_anew(folder, whisper, limit):
+    """Speak and score the first `limit` held-out prompts again, with Whisper as a further judge.
+    Returns the records before and after RL, and those of real speech."""
+    run = open_run(folder)
+    vae, judges = load_vae(run), load_judges(run)
+    judge = rewards.Whisper(whisper, run.device, run.config.rewards.lang)
+    prompts, real = (v[:limit] for v in held_out_prompts(run, vae))
+    systems = [evaluate.speak(load_ditar(run, stage), vae, prompts, run.config.evaluate,
+                              run.config.sample) for stage in ("pretrain", "grow")]
+    stopped = [[u.stopped for u in utterances] for _, utterances in systems] + [[True] * len(real)]
+    return [evaluate.score(wavs, ends, prompts, judges, judge)
+            for wavs, ends in zip([w for w, _ in systems] + [real], stopped)]
+
+
+# ---------------------------------------------------------------- profile
+
+def profile(run, steps=3):
+    """Where a GROW step's time goes, and how far LocDiT is from this machine's matrix product."""
+    c, s, m = run.config.grow, run.config.sample, run.config.model
+    trainer = GrowTrainer(run)
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    trainer.gradients(0)                                            # warm-up
+    logs = [trainer.gradients(step) for step in range(1, steps + 1)]
+    mean = {k: sum(log[k] for log in logs) / steps for k in logs[0]}
+    R, P = c.prompts_per_step * c.group_size, m.patch_frames
+    seconds = {k: mean[f"sec_{k}"] for k in ("rollout", "decode", "reward", "update")}
+
+    def per_second(work, repeats=20):
+        with torch.no_grad():
+            work()
+            started = time.perf_counter()
+            for _ in range(repeats):
+                work()
+        return repeats / (time.perf_counter() - started)
+    a, b = (torch.randn(2_048, 2_048, device=run.device, dtype=dtype) for _ in range(2))
+    peak = 2 * 2_048 ** 3 * per_second(lambda: a @ b) / 1e9
+
+    weights = sum(p.numel() for p in trainer.policy.locdit.parameters())
+    tokens, d = 2 + 2 * P, m.locdit
+    final = d.dim * (d.heads * d.head_dim * 2 + 3 * d.mlp_dim)      # for the noisy tokens only
+    row = 2 * ((weights - final) * tokens + final * P
+               + d.layers * 2 * tokens * tokens * d.heads * d.head_dim)     # one LocDiT row
+    rows = R * (2 if s.cfg_scale else 1)
+    x = torch.randn(rows, P, m.latent_dim, device=run.device, dtype=dtype)
+    h = torch.randn(rows, m.lm.dim, device=run.device, dtype=dtype)
+    t = torch.rand(1, device=run.device)
+    locdit = rows * row * per_second(lambda: trainer.actor.velocity(x, t, h, x)) / 1e9
+    needed = mean["patches"] * s.nfe * rows * row / 1e9
+    total = sum(seconds.values())
+    print(f"{torch.get_num_threads()} threads, {dtype}; {R} rollouts a step, "
+          f"{mean['patches']:.1f} patches each, NFE {s.nfe}, {c.draws} draws")
+    for name, sec in seconds.items():
+        print(f"  {name:8} {sec:6.2f} s  {100 * sec / total:3.0f} %")
+    print(f"  step     {total:6.2f} s        {R / total:.1f} rollouts/s in all, "
+          f"{R / seconds['rollout']:.1f} rollouts/s sampling, "
+          f"{mean['audio_sec'] / seconds['rollout']:.0f} x real time")
+    print(f"  matrix product {peak:.0f} GFLOP/s; LocDiT alone {locdit:.0f} GFLOP/s "
+          f"({100 * locdit / peak:.0f} %); whole rollout {needed / seconds['rollout']:.0f} GFLOP/s "
+          f"of LocDiT work ({100 * needed / seconds['rollout'] / peak:.0f} %)")
+
+
 # ---------------------------------------------------------------- entry point
 
 def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", required=True)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="time a few GROW steps and exit")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     args = parser.parse_args(words)
     config = load_config(args.config, args.overrides)
     stages = STAGES if config.stages == ("all",) else config.stages
-    run = Run(config, "python train.py " + " ".join(words or sys.argv[1:]))
     for stage in stages:
-        if stage == "vae":
-            train_vae(run)
-        elif stage == "judges":
-            train_judges(run)
-        elif stage == "pretrain":
-            train_ditar(run)
+        if stage not in STAGES:
+            near = difflib.get_close_matches(stage, STAGES, n=1)
+            raise ValueError(f"unknown stage {stage!r}; known are {', '.join(STAGES)}"
+                             + (f"; did you mean {near[0]}?" if near else ""))
+    run = Run(config, "python train.py " + " ".join(sys.argv[1:] if words is None else words))
+    if args.profile:
+        return profile(run)
+    work = {"vae": train_vae, "judges": train_judges, "pretrain": train_ditar, "grow": train_grow}
+    for stage in stages:
+        if stage == "corpus":
+            for split in ("pretrain", "judge", "rl", "eval"):
+                toy.corpus(split, config.corpus)
+        elif stage == "evaluate":
+            if run.main:
+                run_evaluate(run)
+        elif run.done(stage):
+            print(f"{stage}: {run.dir / stage}.safetensors is there, skipped", flush=True)
+        else:
+            work[stage](run)
+        run.barrier()
 
 
 if __name__ == "__main__":

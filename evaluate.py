@@ -1,0 +1,254 @@
+"""Evaluation on held-out prompts: per-utterance scores, paired intervals, table, figure.
+
+    python evaluate.py --ckpt out/toy                            its own table again, from its files
+    python evaluate.py --ckpt out/a out/b out/c                  the same over several seeds' runs
+    python evaluate.py --ckpt A --baseline B                     run A against run B, after RL
+    python evaluate.py --ckpt out/toy --whisper FOLDER --limit 200   an independent recogniser
+
+Paper: "Evaluation Metrics". Every number is a mean over utterances; differences are paired (same
+prompt, same noise) and carry a 95 % bootstrap interval over prompts and, if several, over runs.
+The summary is always recomputed from the per-utterance files.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import soundfile
+import torch
+
+import rewards as reward_module
+from rewards import SAMPLE_RATE, is_bad, wer
+from sample import decode_wavs, generate
+
+METRICS = {                     # name -> heading, factor, better
+    "wer": ("WER % (reward judge)", 100, "down"),
+    "wer_held": ("WER % (held-out judge)", 100, "down"),
+    "wer_whisper": ("WER % (Whisper)", 100, "down"),
+    "sim": ("SIM (reward judge)", 1, "up"),
+    "sim_held": ("SIM (held-out judge)", 1, "up"),
+    "severe": ("severe failures %", 100, "down"),
+    "seconds": ("seconds of speech", 1, ""),
+}
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    n: int = 512                # held-out prompts; a multiple of what the corpus has at most
+    nfe: int = 32               # the paper evaluates at 32 whatever the rollouts used
+    batch: int = 128
+    seed: int = 0               # of the noise, the same before and after
+    keep_wavs: int = 6          # pairs of wav files to listen to
+
+
+# ---------------------------------------------------------------- scoring
+
+def speak(model, vae, prompts, c, sample):
+    """One utterance per prompt with fixed noise: list of wavs, list of Utterances."""
+    wavs, utterances = [], []
+    for i in range(0, len(prompts), c.batch):
+        part = prompts[i:i + c.batch]
+        seeds = [c.seed * 1_000_003 + i + k for k in range(len(part))]
+        out = generate(model, [p.token_ids for p in part], [p.latents for p in part],
+                       [sample.cap(p.n_target) for p in part], seeds, nfe=c.nfe,
+                       cfg_scale=sample.cfg_scale, sway=sample.sway)
+        utterances += out
+        wavs += decode_wavs(vae, [p.latents for p in part], out)
+    return wavs, utterances
+
+
+def score(wavs, stopped, prompts, judges, whisper=None):
+    """Per-utterance records. judges: name -> judge; "asr*" transcribe, "speaker*" embed.
+    A bad wav (empty, silent, ...) scores WER 1 and SIM 0, like a rollout, and is a severe failure;
+    so is a cap hit. Never clipped."""
+    bad = [is_bad(w) for w in wavs]
+    good = [i for i, b in enumerate(bad) if not b]
+    records = [{"utt": i, "ref": p.text, "bad": bad[i], "stopped": bool(stopped[i]),
+                "severe": float(bad[i] or not stopped[i]), "seconds": len(wavs[i]) / SAMPLE_RATE}
+               for i, p in enumerate(prompts)]
+    named = dict(judges) | ({"asr_whisper": whisper} if whisper else {})
+    with reward_module.rng_untouched():
+        for name, judge in named.items():
+            kind, _, suffix = name.partition("_")
+            suffix = f"_{suffix}" if suffix else ""
+            audio = [wavs[i] for i in good]
+            if kind == "asr":
+                for record in records:
+                    record |= {f"hyp{suffix}": "", f"wer{suffix}": 1.0}
+                for i, hyp in zip(good, judge.transcribe(audio)):
+                    records[i] |= {f"hyp{suffix}": hyp, f"wer{suffix}": wer(prompts[i].text, hyp)}
+            else:
+                a = judge.embed(audio)
+                b = judge.embed([prompts[i].wav for i in good])
+                for record in records:
+                    record[f"sim{suffix}"] = 0.0
+                for i, value in zip(good, (a * b).sum(dim=1).tolist()):
+                    records[i][f"sim{suffix}"] = value
+    return records
+
+
+def write_records(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def read_records(path):
+    if not Path(path).exists():
+        raise ValueError(f"no {path}; run the evaluate stage of that run first "
+                         "(python train.py --config ... stages=evaluate)")
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+# ---------------------------------------------------------------- statistics
+
+def bootstrap(differences, samples=4_000, seed=0):
+    """95 % interval of the mean of paired differences (runs, prompts): both are resampled."""
+    d = np.atleast_2d(np.asarray(differences, dtype=np.float64))
+    rng = np.random.default_rng(seed)
+    means = np.empty(samples)
+    for k in range(samples):
+        rows = rng.integers(0, d.shape[0], d.shape[0])
+        columns = rng.integers(0, d.shape[1], d.shape[1])
+        means[k] = d[np.ix_(rows, columns)].mean()
+    return np.quantile(means, 0.025), np.quantile(means, 0.975)
+
+
+def compare(before, after, metric):
+    """before, after: lists of runs, each a list of records over the same prompts."""
+    for x, y in zip(before, after):
+        if [r["ref"] for r in x] != [r["ref"] for r in y]:
+            raise ValueError("the two systems were evaluated on different prompts; evaluate both "
+                             "with the same eval section and corpus")
+    b = np.array([[r[metric] for r in run] for run in before])
+    a = np.array([[r[metric] for r in run] for run in after])
+    low, high = bootstrap(a - b)
+    return {"before": b.mean(), "after": a.mean(), "diff": (a - b).mean(), "low": low,
+            "high": high}
+
+
+def table(before, after, real=None, labels=("before", "after")):
+    """Markdown table over runs; `real` are the records of natural speech, the judges' own bound."""
+    n = f"{len(before)} run(s) x {len(before[0])} prompts"
+    lines = [f"| {n} | {labels[0]} | {labels[1]} | difference | 95 % interval | real speech |",
+             "|---|---|---|---|---|---|"]
+    for metric, (heading, factor, better) in METRICS.items():
+        if metric not in before[0][0] or metric not in after[0][0]:
+            continue
+        c = {k: v * factor for k, v in compare(before, after, metric).items()}
+        natural = ""
+        if real and metric in real[0] and metric != "severe":
+            natural = f"{factor * np.mean([r[metric] for r in real]):.3f}"
+        sure = ""
+        if better and c["low"] * c["high"] > 0:
+            sure = " better" if (c["diff"] < 0) == (better == "down") else " worse"
+        lines.append(f"| {heading} | {c['before']:.3f} | {c['after']:.3f} | {c['diff']:+.3f} | "
+                     f"[{c['low']:+.3f}, {c['high']:+.3f}]{sure} | {natural} |")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- figure
+
+def smooth(values, width=9):
+    values = np.asarray(values, dtype=float)
+    width = min(width, len(values))
+    kernel = np.ones(width) / width
+    return np.convolve(np.pad(values, (width // 2, width - 1 - width // 2), "edge"), kernel,
+                       "valid")
+
+
+def figure(path, log, pairs):
+    """Curves of a run's log (list of dicts) above spectrograms: pairs of (title, wav before, wav
+    after)."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig = plt.figure(figsize=(12, 3 + 2.1 * 2))
+    grid = fig.add_gridspec(3, 12, height_ratios=(1.25, 1, 1), hspace=0.55, wspace=4)
+    step = [r["step"] for r in log]
+    panels = (("rewards of the rollouts", (("wer", "1 - WER"), ("sim", "SIM"))),
+              ("spread within a group", (("wer_spread", "1 - WER"), ("sim_spread", "SIM"))),
+              ("anchor  ‖v - v_ref‖²", (("anchor", None),)))
+    for k, (title, series) in enumerate(panels):
+        ax = fig.add_subplot(grid[0, 4 * k:4 * k + 4])
+        for j, (name, label) in enumerate(series):
+            values = [r[name] for r in log]
+            ax.plot(step, values, alpha=0.25, color=f"C{j}")
+            ax.plot(step, smooth(values), color=f"C{j}", label=label)
+        ax.set_title(title, fontsize=10)
+        ax.set_xlabel("step", fontsize=8)
+        ax.tick_params(labelsize=8)
+        if series[0][1]:
+            ax.legend(fontsize=8)
+    width = 12 // max(1, len(pairs))
+    for k, (title, *both) in enumerate(pairs):
+        for row, (label, wav) in enumerate(zip(("before", "after"), both), start=1):
+            ax = fig.add_subplot(grid[row, width * k:width * (k + 1)])
+            ax.specgram(np.asarray(wav) + 1e-6 * np.sin(np.arange(len(wav))), NFFT=512,
+                        noverlap=384, Fs=SAMPLE_RATE, vmin=-120, vmax=-30, cmap="magma")
+            ax.set_ylim(0, 5_000)
+            ax.tick_params(labelsize=7)
+            ax.set_title(f"{label}: {title}" if row == 1 else label, fontsize=8)
+    fig.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(fig)
+
+
+def write_report(out_dir, wavs_before, wavs_after, prompts, real, before, after, keep):
+    """Records, table, figure and wav files of one run, all under out_dir."""
+    out_dir = Path(out_dir)
+    for name, records in (("real", real), ("before", before), ("after", after)):
+        write_records(out_dir / f"eval_{name}.jsonl", records)
+    text = table([before], [after], real)
+    (out_dir / "table.md").write_text(text + "\n")
+    folder = out_dir / "wavs"
+    folder.mkdir(exist_ok=True)
+    # those that changed most come first: the ones worth hearing
+    order = sorted(range(len(before)), key=lambda i: -abs(before[i]["wer"] - after[i]["wer"]))
+    order = [i for i in order if not (before[i]["bad"] or after[i]["bad"])][:keep]
+    for i in order:
+        for name, wav in (("prompt", prompts[i].wav), ("before", wavs_before[i]),
+                          ("after", wavs_after[i])):
+            soundfile.write(folder / f"{i:04d}_{name}.wav", wav.numpy(), SAMPLE_RATE)
+    path = out_dir / "log.jsonl"
+    log = [r for r in map(json.loads, path.read_text().splitlines())
+           if r["stage"] == "grow" and "sim" in r] if path.exists() else []
+    if log:
+        figure(out_dir / "figure.png", log,
+               [(before[i]["ref"], wavs_before[i].numpy(), wavs_after[i].numpy())
+                for i in order[:3]])
+    return text
+
+
+# ---------------------------------------------------------------- command line
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--ckpt", nargs="+", required=True, help="output folder(s) of train.py")
+    parser.add_argument("--baseline", nargs="+", help="other runs; default: the same before RL")
+    parser.add_argument("--whisper", help="folder or hub id: speak and score anew with it")
+    parser.add_argument("--limit", type=int, default=200, help="prompts for --whisper")
+    args = parser.parse_args(words)
+    if args.whisper:
+        from train import evaluate_anew
+        before, after, real = [], [], None
+        for folder in args.ckpt:
+            b, a, real = evaluate_anew(folder, args.whisper, args.limit)
+            before.append(b)
+            after.append(a)
+        print(table(before, after, real))
+        return
+    after = [read_records(Path(d) / "eval_after.jsonl") for d in args.ckpt]
+    if args.baseline:
+        before = [read_records(Path(d) / "eval_after.jsonl") for d in args.baseline]
+        if len(before) != len(after):
+            raise ValueError(f"{len(after)} runs in --ckpt, {len(before)} in --baseline; "
+                             "give as many of each")
+        labels = ("baseline", "ckpt")
+    else:
+        before = [read_records(Path(d) / "eval_before.jsonl") for d in args.ckpt]
+        labels = ("before", "after")
+    print(table(before, after, read_records(Path(args.ckpt[0]) / "eval_real.jsonl"), labels))
+
+
+if __name__ == "__main__":
+    main()
