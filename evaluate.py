@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-import torch
 
 import rewards as reward_module
 from rewards import SAMPLE_RATE, is_bad, wer
@@ -36,7 +35,8 @@ METRICS = {                     # name -> heading, factor, better
 
 @dataclass(frozen=True)
 class EvalConfig:
-    n: int = 512                # held-out prompts; a multiple of what the corpus has at most
+    split: str = "eval"         # or "tune": for choosing hyper-parameters, never reported
+    n: int = 512                # held-out prompts, at most what the split has
     nfe: int = 32               # the paper evaluates at 32 whatever the rollouts used
     batch: int = 128
     seed: int = 0               # of the noise, the same before and after
@@ -77,13 +77,15 @@ def score(wavs, stopped, prompts, judges, whisper=None):
             if kind == "asr":
                 for record in records:
                     record |= {f"hyp{suffix}": "", f"wer{suffix}": 1.0}
-                for i, hyp in zip(good, judge.transcribe(audio)):
+                for i, hyp in zip(good, judge.transcribe(audio) if good else []):
                     records[i] |= {f"hyp{suffix}": hyp, f"wer{suffix}": wer(prompts[i].text, hyp)}
             else:
-                a = judge.embed(audio)
-                b = judge.embed([prompts[i].wav for i in good])
                 for record in records:
                     record[f"sim{suffix}"] = 0.0
+                if not good:
+                    continue
+                a = judge.embed(audio)
+                b = judge.embed([prompts[i].wav for i in good])
                 for i, value in zip(good, (a * b).sum(dim=1).tolist()):
                     records[i][f"sim{suffix}"] = value
     return records

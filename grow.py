@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 import rewards as reward_module
-from model import history_of, interpolate
+from model import history_of, interpolate, pad_rows, round_up
 from sample import decode_wavs, generate, guided
 
 
@@ -54,9 +54,10 @@ class GrowConfig:
                             ("target", ("reencode", "latents")), ("t_per", ("rollout", "patch"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"grow.{name}={getattr(self, name)!r}; known are {known}")
-        for name in ("steps", "prompts_per_step", "draws", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"grow.{name}={getattr(self, name)}; wanted 1 or more")
+        for name, least in (("steps", 1), ("prompts_per_step", 1), ("draws", 1),
+                            ("micro_batch", 1), ("redraws", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"grow.{name}={getattr(self, name)}; wanted {least} or more")
 
 
 @dataclass
@@ -156,8 +157,9 @@ def grow_loss(policy, reference, batch, w, t, x_0, beta_w2, cfg_scale=None, tota
     total = R if total is None else total
     index = torch.arange(N, device=batch.n.device)
     mask = (index >= batch.n_prompt[:, None]) & (index < batch.n[:, None])      # (R, N)
-    r, i = mask.nonzero(as_tuple=True)                              # (M,) rollout and patch
-    j = i - batch.n_prompt[r]
+    rows, weight = pad_rows(mask.flatten().nonzero()[:, 0])
+    r, i = rows // N, rows % N                                      # (M,) rollout and patch
+    j = (i - batch.n_prompt[r]).clamp(min=0)
     x_1 = batch.patches[r, i].repeat(K, 1, 1)                       # (K*M, P, D)
     history = history_of(batch.patches)[r, i].repeat(K, 1, 1)
     t, x_0 = t[:, r, j].flatten(), x_0[:, r, j].flatten(0, 1)
@@ -173,7 +175,7 @@ def grow_loss(policy, reference, batch, w, t, x_0, beta_w2, cfg_scale=None, tota
     v = velocity(policy)
     with torch.no_grad():
         v_ref = velocity(reference)
-    share = 1 / n_generated[r].repeat(K) / K                        # (K*M,) sums to 1 per rollout
+    share = (weight / n_generated[r] / K).repeat(K)                 # (K*M,) sums to 1 per rollout
 
     def per_rollout(error):
         error = error.pow(2).mean(dim=(1, 2)) * share               # (K*M,)
@@ -192,8 +194,8 @@ def assemble(vae, prompts, utterances, wavs, c):
     text_len = torch.tensor([len(p.token_ids) for p in prompts])
     n_prompt = torch.tensor([len(p.latents) for p in prompts])
     n = n_prompt + torch.tensor([len(u.latents) for u in utterances])
-    text = torch.zeros(len(prompts), int(text_len.max()), dtype=torch.long)
-    patches = torch.zeros(len(prompts), int(n.max()), P, D)
+    text = torch.zeros(len(prompts), round_up(text_len.max(), 16), dtype=torch.long)
+    patches = torch.zeros(len(prompts), round_up(n.max(), 8), P, D)
     for i, (p, u, wav) in enumerate(zip(prompts, utterances, wavs)):
         text[i, :text_len[i]] = torch.tensor(p.token_ids)
     if c.target == "latents":
@@ -201,7 +203,7 @@ def assemble(vae, prompts, utterances, wavs, c):
             patches[i, :n[i]] = torch.cat((p.latents, u.latents.cpu()))
     else:
         hop = len(prompts[0].wav) // (len(prompts[0].latents) * P)
-        audio = torch.zeros(len(prompts), int(n.max()) * P * hop)
+        audio = torch.zeros(len(prompts), patches.shape[1] * P * hop)
         for i, (p, wav) in enumerate(zip(prompts, wavs)):
             audio[i, :n[i] * P * hop] = torch.cat((p.wav, wav))
         for part in torch.arange(len(prompts)).split(32):
@@ -230,13 +232,14 @@ def roll_out(actor, vae, streams, prompts, seeds, c, s):
 
 
 def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slots, generator, c, s,
-              total_groups, autocast):
+              global_sum, autocast):
     """Algorithm 1, lines 3-8, and the backward pass; line 9, AdamW, is train.fit's.
 
     policy: the model that learns; actor: the same weights in the precision of rollouts;
     reference: frozen theta_pre. streams: name -> reward; lambdas: name -> lambda_r.
-    draw_prompt(slot, attempt) -> Prompt; slots: this rank's groups out of total_groups;
-    generator(*key) -> torch.Generator, a pure function of its key. Returns numbers to log."""
+    draw_prompt(slot, attempt) -> Prompt; slots: ids of this rank's groups;
+    generator(*key) -> torch.Generator, a pure function of its key; global_sum(number) adds over
+    ranks. Returns numbers to log."""
     G, log = c.group_size, {"sec_rollout": 0.0, "sec_decode": 0.0, "sec_reward": 0.0}
     kept, pending, discarded = {}, list(slots), 0
     utterance_count = caps_hit = n_bad = 0
@@ -263,6 +266,7 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
         if not pending:
             break
     groups = [kept[slot] for slot in sorted(kept)]
+    total = global_sum(len(groups)) * G                             # rollouts that the mean runs over
     log |= {"discarded": discarded / (len(kept) + discarded), "caps": caps_hit / utterance_count,
             "bad": n_bad / utterance_count, "groups": len(groups)}
     if not groups:
@@ -286,12 +290,12 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
     device, sums = policy.speech_start.device, {"policy": 0.0, "anchor": 0.0, "l": 0.0}
     for part in torch.arange(len(w)).split(c.micro_batch):
         piece = Batch(*(v[part].to(device) for v in vars(batch).values()))
-        piece.patches = piece.patches[:, :int(piece.n.max())]
+        piece.patches = piece.patches[:, :round_up(piece.n.max(), 8)]
         with autocast():
             terms = grow_loss(policy, reference, piece, w[part].to(device), t[:, part].to(device),
                               x_0[:, part].to(device), c.beta_w2,
                               s.cfg_scale if c.velocity == "guided" else None,
-                              total=total_groups * G)
+                              total=total)
         terms["loss"].backward()
         for name in sums:
             sums[name] += terms[name].sum().item()

@@ -213,13 +213,14 @@ class Cache:
             return k, v, None
         rows = torch.arange(len(k), device=k.device)
         keys[rows, :, self.lengths], values[rows, :, self.lengths] = k[:, :, 0], v[:, :, 0]
-        return keys[:, :, :self.longest + 1], values[:, :, :self.longest + 1], self.mask
+        return keys[:, :, :self.reach], values[:, :, :self.reach], self.mask
 
     def begin_step(self):
-        """Before each one-token call: the mask that all layers share."""
-        self.longest = int(self.lengths.max())
-        slots = torch.arange(self.longest + 1, device=self.k.device)
-        self.mask = (slots <= self.lengths[:, None])[:, None, None]     # (B, 1, 1, longest+1)
+        """Before each one-token call: the mask that all layers share, over few different widths
+        (see pad_rows)."""
+        self.reach = min(self.k.shape[3], int(self.lengths.max()) // 16 * 16 + 16)
+        slots = torch.arange(self.reach, device=self.k.device)
+        self.mask = (slots <= self.lengths[:, None])[:, None, None]     # (B, 1, 1, reach)
 
     def end_step(self):
         self.lengths = self.lengths + 1
@@ -348,6 +349,19 @@ def valid_patches(n, N):
     return torch.arange(N, device=n.device) < n[:, None]
 
 
+def round_up(number, multiple):
+    return -(-int(number) // multiple) * multiple
+
+
+def pad_rows(rows, size=128):
+    """Row indices (M,) padded to a multiple of `size` with row 0, and their weights, 0 on padding.
+    On CPUs oneDNN compiles a kernel for every new shape (20 ms each, more than the product
+    itself), so batches of any length come in a few sizes."""
+    extra = -len(rows) % size
+    return (torch.cat((rows, rows.new_zeros(extra))),
+            torch.arange(len(rows) + extra, device=rows.device) < len(rows))
+
+
 def pretrain_loss(model, text, text_len, patches, n, t, x_0, drop):
     """Eq. (2) and the stop head's cross-entropy, both means over the real patches.
     text: (B, L) ids; text_len: (B,); patches: (B, N, P, D) clean latents; n: (B,) patches a row;
@@ -360,10 +374,12 @@ def pretrain_loss(model, text, text_len, patches, n, t, x_0, drop):
     logits = model.stop_head(h)                                     # (B, N, 2)
     is_last = (torch.arange(N, device=n.device) == n[:, None] - 1).long()
     stop = F.cross_entropy(logits[valid].float(), is_last[valid])
-    h_k = (h * ~drop[..., None])[:, valid].flatten(0, 1)            # (K*M, C)
-    x_1 = patches[valid].repeat(K, 1, 1)                            # (K*M, P, D)
-    history = history_of(patches)[valid].repeat(K, 1, 1)
-    t, x_0 = t[:, valid].flatten(), x_0[:, valid].flatten(0, 1)
+    rows, weight = pad_rows(valid.flatten().nonzero()[:, 0])        # (M,) of B*N
+    h_k = (h * ~drop[..., None]).flatten(1, 2)[:, rows].flatten(0, 1)           # (K*M, C)
+    x_1 = patches.flatten(0, 1)[rows].repeat(K, 1, 1)               # (K*M, P, D)
+    history = history_of(patches).flatten(0, 1)[rows].repeat(K, 1, 1)
+    t, x_0 = t.flatten(1)[:, rows].flatten(), x_0.flatten(1, 2)[:, rows].flatten(0, 1)
     x_t, v_star = interpolate(x_0, x_1, t)
-    flow = (model.velocity(x_t, t, h_k, history).float() - v_star).pow(2).mean()
+    error = (model.velocity(x_t, t, h_k, history).float() - v_star).pow(2).mean(dim=(1, 2))
+    flow = (error * weight.repeat(K)).sum() / (K * weight.sum())
     return flow, stop, h

@@ -18,7 +18,7 @@ import soundfile
 import soxr
 import torch
 
-from model import Cache
+from model import Cache, round_up
 
 SAMPLE_RATE = 16_000
 PATCH_SAMPLES = 1_600
@@ -37,6 +37,9 @@ class SampleConfig:
             raise ValueError(f"sample.nfe={self.nfe}; wanted at least one Euler step per patch")
         if self.cfg_scale < 0:
             raise ValueError(f"sample.cfg_scale={self.cfg_scale}; wanted 0 (off) or more")
+        if self.cap(1) < 1:
+            raise ValueError("sample.max_patches_per_token and max_patches_extra leave no patch to "
+                             "generate; raise one of them")
 
     def cap(self, n_tokens):
         """Most patches that a target text of n_tokens may take."""
@@ -103,7 +106,7 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
     (N0, P, D) of normalised latents, N0 may differ; caps: B ints, most patches to generate;
     seeds: B*G ints, a prompt's rollouts adjacent. Returns B*G Utterances in that order.
     The prefix is prefilled once per prompt and its cache repeated. Finished rows leave the batch
-    once they are an eighth of it, so that the cache is not copied at every patch.
+    by sixteens, so that the cache is not copied at every patch and few shapes occur.
     """
     device, dtype = model.speech_start.device, model.speech_start.dtype
     P, D = model.config.patch_frames, model.config.latent_dim
@@ -111,8 +114,8 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
     assert len(prompts) == len(caps) == B and len(seeds) == B * group, "one of each per prompt"
     text_len = torch.tensor([len(t) for t in texts], device=device)
     n_prompt = torch.tensor([len(p) for p in prompts], device=device)
-    text = torch.zeros(B, int(text_len.max()), dtype=torch.long, device=device)
-    patches = torch.zeros(B, max(1, int(n_prompt.max())), P, D, device=device, dtype=dtype)
+    text = torch.zeros(B, round_up(text_len.max(), 16), dtype=torch.long, device=device)
+    patches = torch.zeros(B, max(8, round_up(n_prompt.max(), 8)), P, D, device=device, dtype=dtype)
     for i in range(B):
         text[i, :len(texts[i])] = torch.as_tensor(texts[i])
         patches[i, :len(prompts[i])] = prompts[i]
@@ -152,8 +155,9 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
         done = done | stop | (i + 1 >= caps[row])
         if done.all():
             break
-        if done.sum() * 8 >= len(done):                             # finished rows leave
-            keep = (~done).nonzero()[:, 0]
+        left = round_up((~done).sum(), 16)
+        if left < len(done):                                        # finished rows leave
+            keep = done.long().argsort(stable=True)[:left]
             row, patch, done = row[keep], patch[keep], done[keep]
             cache.select(keep)
         history = patch.to(dtype)
@@ -175,7 +179,7 @@ def decode_wavs(vae, prompts, utterances, context_patches=2):
         rows = [torch.cat((p[-context_patches:].to(u.latents), u.latents)).flatten(0, 1)
                 for p, u in zip(prompts[i:i + 32], utterances[i:i + 32])]       # (T, D) each
         lengths = torch.tensor([len(r) for r in rows])
-        batch = torch.zeros(len(rows), int(lengths.max()), rows[0].shape[1])
+        batch = torch.zeros(len(rows), round_up(lengths.max(), 32), rows[0].shape[1])
         for row, x in zip(batch, rows):
             row[:len(x)] = x
         audio = vae.decode(batch, lengths)                          # (32, T*hop)
@@ -228,7 +232,9 @@ def main(words=None):
     args = parser.parse_args(words)
     import toy
     from rewards import normalize
-    from train import load_ditar, load_judges, load_vae, open_run
+    from toy import load_vae
+    from toy_judges import load_judges
+    from train import load_ditar, open_run
     sample = SampleConfig(nfe=args.nfe, cfg_scale=args.cfg_scale)
     text = normalize(args.text, "en")
     toy.encode_text(text)                                           # refuse before the slow part

@@ -1,16 +1,11 @@
 """The toy world: a small real one, in which the whole method runs on a laptop.
 
-eSpeak NG speaks sentences of a small grammar in many voices (the corpus); a small frame-domain VAE
-turns speech into latents; two recognisers and two speaker encoders judge it. Of each kind of judge
-one gives the reward and the other, of another architecture and seed, is held out: it never enters
-a reward and stands beside the first in every table. All of them are frozen before RL begins.
-
-This is the stand-in for Emilia, Semantic-VAE, Whisper and WavLM at a size that fits two CPU cores;
-train.py owns the training loops, and nothing in model.py, sample.py or grow.py knows this file.
-Hear it:  python toy.py "the old man walked to the river" out.wav --voice 3
+eSpeak NG speaks sentences of a small grammar in many voices (the corpus) and a small frame-domain
+VAE turns speech into latents; toy_judges.py has the recognisers and speaker encoders that judge it.
+This is the stand-in for Emilia and Semantic-VAE at a size that fits two CPU cores. train.py owns
+the training loop (`run`), and nothing in model.py, sample.py or grow.py knows this file.
 """
 
-import argparse
 import ctypes
 import hashlib
 import json
@@ -18,14 +13,13 @@ import math
 import multiprocessing
 import os
 import random
-import re
+import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import soundfile
 import soxr
 import torch
 import torch.nn as nn
@@ -111,7 +105,7 @@ class Corpus:
 
 class ESpeak:
     """eSpeak NG through ctypes; one instance a process (the library keeps global state)."""
-    SYNCHRONOUS, UTF8 = 2, 1
+    SYNCHRONOUS, UTF8, DONT_EXIT = 2, 1, 0x8000
     RATE, PITCH, RANGE, WORD_GAP = 1, 3, 4, 7
 
     def __init__(self):
@@ -122,9 +116,10 @@ class ESpeak:
         except (ImportError, OSError) as error:
             raise RuntimeError(f"eSpeak NG could not be loaded ({error}); the toy corpus needs it: "
                                "pip install espeakng-loader") from error
-        self.rate_hz = self.lib.espeak_Initialize(self.SYNCHRONOUS, 0, data, 0)
+        self.rate_hz = self.lib.espeak_Initialize(self.SYNCHRONOUS, 0, data, self.DONT_EXIT)
         if self.rate_hz <= 0:
             raise RuntimeError("eSpeak NG did not find its data; reinstall espeakng-loader")
+        self.lib.espeak_ng_SetRandSeed(ctypes.c_long(1))    # its breath noise; else the clock's
         self.chunks = []
 
         def collect(samples, n, events):
@@ -195,10 +190,11 @@ def corpus(split, config, processes=None):
     key = json.dumps([rows, config.rate_wpm, config.word_gap, "v1"]).encode()
     path = Path(config.cache_dir) / f"{split}-{hashlib.sha256(key).hexdigest()[:12]}.npz"
     if not path.exists():
-        jobs = [([(t, v) for t, _, v in rows[i:i + 100]], config.rate_wpm, config.word_gap)
-                for i in range(0, size, 100)]
-        with ProcessPoolExecutor(processes or os.cpu_count(),
-                                 multiprocessing.get_context("spawn")) as pool:
+        jobs = [([(t, v) for t, _, v in rows[i:i + 500]], config.rate_wpm, config.word_gap)
+                for i in range(0, size, 500)]
+        # a fresh process for each: eSpeak carries phases and noise over to the next utterance
+        with ProcessPoolExecutor(processes or os.cpu_count(), multiprocessing.get_context("spawn"),
+                                 max_tasks_per_child=1) as pool:
             wavs = [wav for chunk in pool.map(_speak_chunk, jobs) for wav in chunk]
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}.tmp.npz")
@@ -220,7 +216,7 @@ def encode_text(text):
     return [ALPHABET.index(c) for c in text]
 
 
-# ---------------------------------------------------------------- layers that VAE and judges share
+# ---------------------------------------------------------------- layers that the judges share
 
 class ConvNeXt(nn.Module):
     """Depthwise convolution over time, then an MLP per frame; padding frames stay out of it."""
@@ -257,8 +253,9 @@ def log_mel(wavs, n_fft, hop, n_mels):
     return (torch.log(spectrum(wavs, n_fft, hop).abs() @ mel + 1e-2) + 1) / 2
 
 
-def pad_batch(wavs, multiple=1):
-    """List of (S_i,) tensors -> (B, S) zero-padded, (B,) lengths in samples."""
+def pad_batch(wavs, multiple=6_400):
+    """List of (S_i,) tensors -> (B, S) zero-padded to few different lengths (see model.pad_rows),
+    (B,) lengths in samples."""
     lengths = torch.tensor([len(w) for w in wavs])
     longest = math.ceil(int(lengths.max()) / multiple) * multiple
     return torch.stack([F.pad(w, (0, longest - len(w))) for w in wavs]), lengths
@@ -367,133 +364,41 @@ def vae_loss(vae, wavs, noise):
                                                         "kl": kl.item()}
 
 
-# ---------------------------------------------------------------- the judges
+def train_vae(run):
+    """Stage "vae": on one-second segments of the judge split; then its latent statistics."""
+    c, started = run.config.vae, time.time()
+    data = corpus("judge", run.config.corpus)
+    torch.manual_seed(run.config.seed)
+    vae = ToyVAE(c)
 
-@dataclass(frozen=True)
-class JudgeConfig:
-    asr_steps: int = 1_500
-    asr_batch: int = 32         # utterances
-    speaker_steps: int = 1_000
-    speaker_batch: int = 64
-    lr: float = 2e-3
+    def gradients(step):
+        g = run.generator("vae", step)
+        wavs = []
+        for i in torch.randint(len(data.wavs), (c.batch,), generator=g).tolist():
+            wav = data.wav(i)
+            wav = F.pad(wav, (0, max(0, 16_000 - len(wav))))
+            at = int(torch.randint(len(wav) - 16_000 + 1, (1,), generator=g))
+            wavs.append(wav[at:at + 16_000])
+        noise = torch.randn(c.batch, 40, c.latent_dim, generator=g)
+        loss, logs = vae_loss(vae, torch.stack(wavs), noise)
+        (loss / run.world).backward()       # every rank does the same batch
+        return logs
 
-
-class CTCRecognizer(nn.Module):
-    """Characters by CTC, greedy. `kind` "conv": ConvNeXt blocks at 50 Hz (gives the reward);
-    "gru": two bidirectional GRU layers at 40 Hz on other features (held out)."""
-
-    def __init__(self, kind, dim=None):
-        super().__init__()
-        self.kind = kind
-        n_out = len(ALPHABET) + 1                                   # class 0 is the blank
-        if kind == "conv":
-            dim = dim or 144
-            self.hop, self.mel = 320, (512, 160, 80)                # n_fft, hop, mels
-            self.proj = nn.Linear(2 * 80, dim)
-            self.blocks = nn.ModuleList(ConvNeXt(dim, kernel=9) for _ in range(5))
-        else:
-            dim = dim or 224
-            self.hop, self.mel = 400, (800, 200, 64)
-            self.proj = nn.Linear(2 * 64, dim)
-            self.blocks = nn.GRU(dim, dim // 2, 2, batch_first=True, bidirectional=True)
-        self.out = nn.Linear(dim, n_out)
-
-    def forward(self, wavs, lengths):
-        """wavs: (B, S); lengths: (B,) samples. Returns log-probabilities (B, T, 28), (B,) frames."""
-        n = lengths // self.hop
-        x = log_mel(F.pad(wavs, (0, -wavs.shape[1] % self.hop)), *self.mel)
-        x = self.proj(x.reshape(len(x), -1, 2 * self.mel[2]))       # (B, T, C)
-        if self.kind == "conv":
-            mask = frame_mask(n, x.shape[1])
-            for block in self.blocks:
-                x = block(x, mask)
-        else:
-            packed = nn.utils.rnn.pack_padded_sequence(F.gelu(x), n.cpu(), batch_first=True,
-                                                       enforce_sorted=False)
-            x = nn.utils.rnn.pad_packed_sequence(self.blocks(packed)[0], batch_first=True,
-                                                 total_length=x.shape[1])[0]
-        return self.out(x).log_softmax(-1), n
-
-    @torch.no_grad()
-    def transcribe(self, wavs):
-        """List of (S,) tensors at 16 kHz -> list of texts. Independent of the batch."""
-        texts = []
-        for i in range(0, len(wavs), 64):
-            padded, lengths = pad_batch(wavs[i:i + 64], self.hop)
-            scores, n = self(padded, lengths)
-            for ids, length in zip(scores.argmax(-1).tolist(), n.tolist()):
-                ids = ids[:length]
-                kept = [c for c, before in zip(ids, [0] + ids) if c != before and c != 0]
-                texts.append(" ".join("".join(ALPHABET[c - 1] for c in kept).split()))
-        return texts
+    weights = run.fit("vae", vae, gradients, c.steps, c.lr, warmup=100, hold=0.3, ema=0.999)
+    vae.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        sample = [data.wav(i) for i in range(min(300, len(data.wavs)))]
+        means = torch.cat([vae.encode(w[None])[0][0] for w in sample])
+        vae.latent_mean.copy_(means.mean(dim=0))
+        vae.latent_std.copy_(means.std(dim=0))
+        errors = [F.l1_loss(*(log_mel(x, 1024, 160, 80) for x in (
+            vae.decode(vae.encode(w[None])[0]), w[None]))).item() for w in sample[:100]]
+    run.finish("vae", vae.state_dict(), started, {"log_mel_l1": sum(errors) / len(errors)})
 
 
-class SpeakerEncoder(nn.Module):
-    """Waveform -> unit vector. `kind` "attentive": ConvNeXt blocks and attentive statistics
-    pooling (gives the reward); "tdnn": dilated convolutions and plain statistics (held out)."""
-
-    def __init__(self, kind, dim=128, emb=96):
-        super().__init__()
-        self.kind = kind
-        self.mel = (640, 200, 80) if kind == "attentive" else (1024, 320, 64)
-        self.proj = nn.Linear(self.mel[2], dim)
-        if kind == "attentive":
-            self.blocks = nn.ModuleList(ConvNeXt(dim) for _ in range(3))
-            self.attention = nn.Sequential(nn.Linear(dim, 32), nn.Tanh(), nn.Linear(32, dim))
-        else:
-            self.blocks = nn.ModuleList(nn.Conv1d(dim, dim, 3, dilation=d, padding=d)
-                                        for d in (1, 2, 3, 1))
-        self.out = nn.Linear(2 * dim, emb)
-
-    def forward(self, wavs, lengths):
-        """wavs: (B, S); lengths: (B,) samples. Returns (B, emb), unit norm."""
-        hop = self.mel[1]
-        x = log_mel(F.pad(wavs, (0, -wavs.shape[1] % hop)), *self.mel)
-        mask = frame_mask(lengths // hop, x.shape[1])
-        x = self.proj(x)
-        if self.kind == "attentive":
-            for block in self.blocks:
-                x = block(x, mask)
-            score = self.attention(x).masked_fill(mask == 0, -1e9)
-            weight = score.softmax(dim=1)                           # (B, T, C)
-        else:
-            for conv in self.blocks:
-                x = F.relu(conv((x * mask).transpose(1, 2)).transpose(1, 2))
-            weight = mask / mask.sum(dim=1, keepdim=True)
-        mean = (weight * x).sum(dim=1)
-        std = (weight * (x - mean[:, None]) ** 2).sum(dim=1).clamp_min(1e-6).sqrt()
-        return F.normalize(self.out(torch.cat((mean, std), dim=-1)), dim=-1)
-
-    @torch.no_grad()
-    def embed(self, wavs):
-        """List of (S,) tensors at 16 kHz -> (B, emb). Independent of the batch."""
-        return torch.cat([self(*pad_batch(wavs[i:i + 64])) for i in range(0, len(wavs), 64)])
-
-
-def augment(wavs, lengths, generator, speed):
-    """What makes a judge hard to fool: gain, white noise at 10-50 dB and, if `speed`, 0.9-1.1x."""
-    B = len(wavs)
-    def uniform(low, high, n=B):
-        return low + (high - low) * torch.rand(n, generator=generator)
-    if speed:
-        factor = float(uniform(0.9, 1.1, 1))
-        wavs = F.interpolate(wavs[:, None], scale_factor=factor, mode="linear")[:, 0]
-        lengths = (lengths * factor).long().clamp(max=wavs.shape[1])
-    rms = wavs.pow(2).mean(dim=1, keepdim=True).sqrt()
-    noise = torch.randn(wavs.shape, generator=generator)
-    noise = noise * rms * 10 ** (-uniform(10, 50)[:, None] / 20)
-    return (wavs + noise) * 10 ** (uniform(-6, 6)[:, None] / 20), lengths
-
-
-def asr_loss(asr, wavs, lengths, texts):
-    """CTC, summed per utterance over its characters' count, then the mean."""
-    scores, n = asr(wavs, lengths)
-    targets = torch.tensor([c + 1 for text in texts for c in encode_text(text)])
-    return F.ctc_loss(scores.transpose(0, 1), targets, n,
-                      torch.tensor([len(text) for text in texts]), zero_infinity=True)
-
-
-def speaker_loss(encoder, classes, wavs, lengths, speakers, margin=0.2, scale=20.0):
-    """Additive-margin softmax over the training voices. classes: (n_speakers, emb) parameter."""
-    cosine = encoder(wavs, lengths) @ F.normalize(classes, dim=-1).T
-    return F.cross_entropy(scale * (cosine - margin * F.one_hot(speakers, len(classes))), speakers)
+def load_vae(run):
+    """The frozen VAE of a finished stage."""
+    tensors, meta = run.load("vae")
+    vae = ToyVAE(VAEConfig(**meta["config"]["vae"]))
+    vae.load_state_dict(tensors)
+    return vae.requires_grad_(False).eval()

@@ -13,6 +13,7 @@ function of (seed, stage, step), so a run that was stopped continues with the sa
 
 import argparse
 import copy
+import ctypes
 import dataclasses
 import difflib
 import hashlib
@@ -21,7 +22,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 
 import torch
@@ -36,11 +37,15 @@ import evaluate
 import rewards
 import toy
 from grow import GrowConfig, Prompt, grow_step
-from model import DiTAR, ModelConfig, pretrain_loss, valid_patches
+from model import DiTAR, ModelConfig, pretrain_loss, round_up, valid_patches
 from evaluate import EvalConfig
 from rewards import RewardConfig
 from sample import SampleConfig
+from toy import load_vae
+from toy_judges import JudgeConfig, load_judges, train_judges
 
+# What the progress bar shows; the log has all.
+SHOWN = ("wer", "sim", "anchor", "caps", "loss", "reconstruction", "kl", "flow", "stop", "sec")
 STAGES = ("corpus", "vae", "judges", "pretrain", "grow", "evaluate")
 
 
@@ -68,7 +73,7 @@ class Config:
     save_every_sec: float = 60.0    # of a stage's own checkpoint
     corpus: toy.CorpusConfig = toy.CorpusConfig()
     vae: toy.VAEConfig = toy.VAEConfig()
-    judges: toy.JudgeConfig = toy.JudgeConfig()
+    judges: JudgeConfig = JudgeConfig()
     model: ModelConfig = ModelConfig()
     pretrain: PretrainConfig = PretrainConfig()
     sample: SampleConfig = SampleConfig()
@@ -109,6 +114,8 @@ def convert(value, default, name):
             return float(value)                     # yaml reads 1e-4 as a string
         except ValueError:
             pass
+    if wanted is str and isinstance(value, bool):
+        return "on" if value else "off"             # yaml reads a bare off as False
     if wanted is tuple and isinstance(value, (list, tuple, str)):
         return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
     if wanted is dict and isinstance(value, dict):
@@ -132,6 +139,8 @@ def load_config(path, overrides=()):
         *sections, last = keys.split(".")
         for section in sections:
             node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"override {word!r}: {section} is no section, it is {node!r}")
         node[last] = yaml.safe_load(value)
     return build(Config, values)
 
@@ -198,68 +207,6 @@ class Averaged:
         torch._foreach_lerp_(list(self.mean.values()), list(self.named.values()), 1 - decay)
 
 
-def fit(run, stage, module, gradients, steps, lr, betas=(0.9, 0.98), weight_decay=0.01, ema=0.0,
-        clip=1.0, part="", on_step=None):
-    """The one training loop. gradients(step) adds to .grad and returns a dict of numbers to log;
-    lr(step) is the learning rate. Resumes from the stage's own checkpoint.
-    Returns the averaged weights (the last ones without ema) as a dict."""
-    named = {k: p for k, p in module.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(named.values(), lr=1.0, betas=betas, weight_decay=weight_decay,
-                                  foreach=True)
-    average = Averaged(named, ema)
-    path = run.dir / f"{stage}{part}.resume.safetensors"
-    first = 0
-    if path.exists():
-        tensors, meta = load_tensors(path)
-        if meta["config"] != run.fingerprint(stage):
-            raise ValueError(f"{path} is of another config; remove it or use another out_dir")
-        first = meta["step"]
-        for name, p in named.items():
-            p.data.copy_(tensors[f"model.{name}"])
-            average.mean[name].copy_(tensors[f"ema.{name}"])
-            optimizer.state[p] = {"step": torch.tensor(float(first)),
-                                  "exp_avg": tensors[f"m.{name}"].to(p.device),
-                                  "exp_avg_sq": tensors[f"v.{name}"].to(p.device)}
-    run.rewind_log(stage + part, first)
-
-    def save(step):
-        tensors = {}
-        for name, p in named.items():
-            state = optimizer.state[p]
-            tensors |= {f"model.{name}": p, f"ema.{name}": average.mean[name],
-                        f"m.{name}": state["exp_avg"], f"v.{name}": state["exp_avg_sq"]}
-        save_tensors(path, tensors, {"step": step, "config": run.fingerprint(stage)})
-
-    bar = tqdm(range(first, steps), initial=first, total=steps, desc=stage + part,
-               disable=not (run.main and sys.stderr.isatty()))
-    saved, bad = time.time(), 0
-    for step in bar:
-        started = time.time()
-        for group in optimizer.param_groups:
-            group["lr"] = lr(step)
-        optimizer.zero_grad()
-        logs = gradients(step)
-        for p in named.values():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        run.all_reduce([p.grad for p in named.values()])
-        norm = nn.utils.clip_grad_norm_(named.values(), clip).item()
-        if math.isfinite(norm):
-            optimizer.step()
-            average.update(step)
-            bad = 0
-        else:
-            bad += 1
-            if bad == 10:
-                raise RuntimeError(f"{stage}: the gradient was not finite for 10 steps in a row; "
-                                   "lower the learning rate or raise the anchor")
-        logs |= {"grad_norm": norm, "lr": lr(step), "sec": time.time() - started}
-        run.log(stage + part, step, logs, bar)
-        if run.main and time.time() - saved > run.config.save_every_sec and step + 1 < steps:
-            save(step + 1)
-            saved = time.time()
-        if on_step is not None:
-            on_step(step, average)
-    return average.mean if ema > 0 else {k: p.detach() for k, p in named.items()}
 
 
 # ---------------------------------------------------------------- a run: ranks, files, log
@@ -287,6 +234,9 @@ class Run:
         if self.main and command:
             (self.dir / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
 
+    def generator(self, *key):
+        return step_generator(self.config.seed, *key)
+
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
@@ -313,6 +263,14 @@ class Run:
                     "use another out_dir, or remove the file to train again")
         return True
 
+    def sum(self, number):
+        """Sum of a number over ranks."""
+        if self.world == 1:
+            return number
+        total = torch.tensor(float(number), device=self.device)
+        dist.all_reduce(total)
+        return total.item()
+
     def barrier(self):
         if self.world > 1:
             dist.barrier()
@@ -325,6 +283,10 @@ class Run:
                 return place / f"{stage}.safetensors"
         raise ValueError(f"no {stage}.safetensors in {' or '.join(map(str, places))}; "
                          f"run stages={stage} first, or stages=all")
+
+    def load(self, stage):
+        """Tensors and metadata of a stage's finished result."""
+        return load_tensors(self.find(stage))
 
     def finish(self, stage, tensors, started, scores, half=True):
         """Write a stage's result with what made it and what it scores."""
@@ -356,12 +318,11 @@ class Run:
             k: round(float(v), 6) for k, v in logs.items()}
         with open(self.dir / "log.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
-        text = " ".join(f"{k} {v:.4g}" for k, v in record.items() if k not in ("stage", "step"))
-        if bar.disable:
-            if step % 50 == 0 or stage == "grow":
-                print(f"{stage} {step}/{bar.total}: {text}", flush=True)
-        else:
+        text = "  ".join(f"{k} {record[k]:.4g}" for k in SHOWN if k in record)
+        if not bar.disable:
             bar.set_postfix_str(text, refresh=False)
+        elif stage == "grow" or step % 50 == 0:
+            print(f"{stage} {step}/{bar.total}: {text}", flush=True)
 
     def rewind_log(self, stage, step):
         """Drop this stage's lines from `step` on, so that each step stands in the log once."""
@@ -372,124 +333,72 @@ class Run:
                 (r := json.loads(line))["stage"] == stage and r["step"] >= step)]
             path.write_text("".join(line + "\n" for line in kept))
 
+    def fit(self, stage, module, gradients, steps, lr, warmup=0, hold=0.0, decay=True,
+            betas=(0.9, 0.98), weight_decay=0.01, ema=0.0, clip=1.0, part=""):
+        """The one training loop. gradients(step) adds to .grad and returns numbers to log. The
+        learning rate is `lr` times `schedule`, constant without decay. Resumes from the stage's own
+        checkpoint. Returns the averaged weights (the last ones without ema) as a dict."""
+        named = {k: p for k, p in module.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.AdamW(named.values(), lr=1.0, betas=betas, weight_decay=weight_decay,
+                                      foreach=True)
+        average = Averaged(named, ema)
+        path = self.dir / f"{stage}{part}.resume.safetensors"
+        first = updates = 0                 # a step whose gradient is not finite is no update
+        if path.exists():
+            tensors, meta = load_tensors(path)
+            if meta["config"] != self.fingerprint(stage):
+                raise ValueError(f"{path} is of another config; remove it or use another out_dir")
+            first, updates = meta["step"], meta.get("updates", meta["step"])
+            for name, p in named.items():
+                p.data.copy_(tensors[f"model.{name}"])
+                average.mean[name].copy_(tensors[f"ema.{name}"])
+                optimizer.state[p] = {"step": torch.tensor(float(updates)),
+                                      "exp_avg": tensors[f"m.{name}"].to(p.device),
+                                      "exp_avg_sq": tensors[f"v.{name}"].to(p.device)}
+        self.rewind_log(stage + part, first)
 
-# ---------------------------------------------------------------- stages: the toy world
+        def save(step):
+            tensors = {}
+            for name, p in named.items():
+                state = optimizer.state[p]
+                tensors |= {f"model.{name}": p, f"ema.{name}": average.mean[name],
+                            f"m.{name}": state["exp_avg"], f"v.{name}": state["exp_avg_sq"]}
+            save_tensors(path, tensors, {"step": step, "updates": updates,
+                                         "config": self.fingerprint(stage)})
 
-def train_vae(run):
-    c, started = run.config.vae, time.time()
-    data = toy.corpus("judge", run.config.corpus)
-    torch.manual_seed(run.config.seed)
-    vae = toy.ToyVAE(c)
-
-    def gradients(step):
-        g = step_generator(run.config.seed, "vae", step)
-        wavs = []
-        for i in torch.randint(len(data.wavs), (c.batch,), generator=g).tolist():
-            wav = data.wav(i)
-            wav = nn.functional.pad(wav, (0, max(0, 16_000 - len(wav))))
-            at = int(torch.randint(len(wav) - 16_000 + 1, (1,), generator=g))
-            wavs.append(wav[at:at + 16_000])
-        noise = torch.randn(c.batch, 40, c.latent_dim, generator=g)
-        loss, logs = toy.vae_loss(vae, torch.stack(wavs), noise)
-        loss.backward()
-        return logs
-
-    weights = fit(run, "vae", vae, gradients, c.steps,
-                  lambda step: c.lr * schedule(step, c.steps, 100, 0.3), ema=0.999)
-    vae.load_state_dict(weights, strict=False)
-    with torch.no_grad():
-        sample = [data.wav(i) for i in range(min(300, len(data.wavs)))]
-        means = torch.cat([vae.encode(w[None])[0][0] for w in sample])
-        vae.latent_mean.copy_(means.mean(dim=0))
-        vae.latent_std.copy_(means.std(dim=0))
-        errors = [nn.functional.l1_loss(*(toy.log_mel(x, 1024, 160, 80) for x in (
-            vae.decode(vae.encode(w[None])[0]), w[None]))).item() for w in sample[:100]]
-    run.finish("vae", vae.state_dict(), started, {"log_mel_l1": sum(errors) / len(errors)})
-
-
-def load_vae(run):
-    tensors, meta = load_tensors(run.find("vae"))
-    vae = toy.ToyVAE(build(toy.VAEConfig, meta["config"]["vae"]))
-    vae.load_state_dict(tensors)
-    return vae.requires_grad_(False).eval()
-
-
-JUDGES = {"asr": lambda: toy.CTCRecognizer("conv"), "asr_held": lambda: toy.CTCRecognizer("gru"),
-          "speaker": lambda: toy.SpeakerEncoder("attentive"),
-          "speaker_held": lambda: toy.SpeakerEncoder("tdnn")}
-
-
-def train_judges(run):
-    c, started = run.config.judges, time.time()
-    data, vae = toy.corpus("judge", run.config.corpus), load_vae(run)
-    n_speakers = int(data.speakers.max()) + 1
-    rebuilt = [vae.decode(vae.encode(data.wav(i)[None])[0])[0] for i in range(len(data.wavs))]
-    tensors = {}
-    for seed, (name, make) in enumerate(JUDGES.items()):
-        torch.manual_seed(run.config.seed + seed)
-        module = make()
-        is_asr = name.startswith("asr")
-        if not is_asr:
-            module.classes = nn.Parameter(torch.randn(n_speakers, module.out.out_features))
-        batch, steps = ((c.asr_batch, c.asr_steps) if is_asr
-                        else (c.speaker_batch, c.speaker_steps))
-
-        def gradients(step):
-            g = step_generator(run.config.seed, name, step)
-            rows = torch.randint(len(data.wavs), (batch,), generator=g).tolist()
-            real = (torch.rand(batch, generator=g) < 0.5).tolist()  # half are VAE reconstructions
-            wavs, lengths = toy.pad_batch([data.wav(i) if r else rebuilt[i]
-                                           for i, r in zip(rows, real)])
-            wavs, lengths = toy.augment(wavs, lengths, g, speed=is_asr)
-            if is_asr:
-                loss = toy.asr_loss(module, wavs, lengths, [data.texts[i] for i in rows])
+        bar = tqdm(range(first, steps), initial=first, total=steps, desc=stage + part,
+                   disable=not (self.main and sys.stderr.isatty()))
+        saved, bad = time.time(), 0
+        for step in bar:
+            started = time.time()
+            rate = lr * schedule(step, steps, warmup, hold) if decay else lr
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad()
+            logs = gradients(step)
+            for p in named.values():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self.all_reduce([p.grad for p in named.values()])
+            norm = nn.utils.clip_grad_norm_(named.values(), clip).item()
+            if math.isfinite(norm):
+                optimizer.step()
+                average.update(step)
+                updates, bad = updates + 1, 0
             else:
-                loss = toy.speaker_loss(module, module.classes, wavs, lengths,
-                                        torch.from_numpy(data.speakers[rows]))
-            loss.backward()
-            return {"loss": loss.item()}
-
-        weights = fit(run, "judges", module, gradients, steps,
-                      lambda step: c.lr * schedule(step, steps, 100, 0.3), ema=0.999,
-                      part="." + name)
-        tensors |= {f"{name}.{k}": v for k, v in weights.items() if k != "classes"}
-    run.finish("judges", tensors, started, judge_scores(run, vae, judges_from(tensors)))
-
-
-def judges_from(tensors):
-    judges = {}
-    for name, make in JUDGES.items():
-        judges[name] = make().requires_grad_(False).eval()
-        judges[name].load_state_dict({k.removeprefix(name + "."): v for k, v in tensors.items()
-                                      if k.startswith(name + ".")})
-    return judges
+                bad += 1
+                if bad == 10:
+                    raise RuntimeError(f"{stage}: the gradient was not finite for 10 steps in a row; "
+                                       "lower the learning rate or raise the anchor")
+            logs |= {"grad_norm": norm, "lr": rate, "sec": time.time() - started}
+            self.log(stage + part, step, logs, bar)
+            due = time.time() - saved > self.config.save_every_sec
+            if self.main and due and updates and step + 1 < steps:
+                save(step + 1)
+                saved = time.time()
+        return average.mean if ema > 0 else {k: p.detach() for k, p in named.items()}
 
 
-def judge_scores(run, vae, judges, limit=256):
-    """The judges' own error on real speech, which bounds what RL can show, and on the VAE's."""
-    data = toy.corpus("eval", run.config.corpus)
-    n = min(limit, len(data.wavs)) // 2 * 2
-    wavs = [data.wav(i) for i in range(n)]
-    rebuilt = [vae.decode(vae.encode(w[None])[0])[0] for w in wavs]
-    scores = {}
-    for name, judge in judges.items():
-        if name.startswith("asr"):
-            for label, audio in (("real", wavs), ("vae", rebuilt)):
-                texts = judge.transcribe(audio)
-                scores[f"{name}_wer_{label}"] = sum(
-                    rewards.wer(ref, hyp) for ref, hyp in zip(data.texts, texts)) / n
-        else:
-            a, b = judge.embed(wavs), judge.embed(rebuilt)
-            other = torch.roll(a[0::2], 1, dims=0)
-            scores |= {f"{name}_same": (a[0::2] * a[1::2]).sum(1).mean().item(),
-                       f"{name}_other": (a[0::2] * other).sum(1).mean().item(),
-                       f"{name}_vae": (a * b).sum(1).mean().item()}
-    return scores
-
-
-def load_judges(run):
-    return judges_from(load_tensors(run.find("judges"))[0])
-
+# ---------------------------------------------------------------- stage: pre-training
 
 def encode_corpus(vae, data, patch_frames):
     """Posterior means of whole utterances: list of (N, P, D), normalised."""
@@ -500,12 +409,12 @@ def encode_corpus(vae, data, patch_frames):
     return latents
 
 
-def pad_rows(texts, patches):
-    """Lists of ids and of (N, P, D) -> right-padded text, text_len, patches, n."""
+def collate(texts, patches):
+    """Lists of ids and of (N, P, D) -> right-padded text, text_len, patches, n. Few shapes occur."""
     text_len = torch.tensor([len(t) for t in texts])
     n = torch.tensor([len(p) for p in patches])
-    text = torch.zeros(len(texts), int(text_len.max()), dtype=torch.long)
-    padded = torch.zeros(len(texts), int(n.max()), *patches[0].shape[1:])
+    text = torch.zeros(len(texts), round_up(text_len.max(), 16), dtype=torch.long)
+    padded = torch.zeros(len(texts), round_up(n.max(), 8), *patches[0].shape[1:])
     for i, (ids, p) in enumerate(zip(texts, patches)):
         text[i, :len(ids)], padded[i, :len(p)] = torch.tensor(ids), p
     return text, text_len, padded, n
@@ -516,7 +425,7 @@ def train_ditar(run):
     c, m, started = run.config.pretrain, run.config.model, time.time()
     if c.pairs_per_step % run.world:
         raise ValueError(f"pretrain.pairs_per_step={c.pairs_per_step} does not divide over "
-                         f"{run.world} ranks; use {c.pairs_per_step // run.world * run.world or run.world}")
+                         f"{run.world} ranks; use {round_up(c.pairs_per_step, run.world)}")
     data, vae = toy.corpus("pretrain", run.config.corpus), load_vae(run)
     latents = encode_corpus(vae, data, m.patch_frames)
     mates = {s: (data.speakers == s).nonzero()[0].tolist() for s in set(data.speakers.tolist())}
@@ -525,7 +434,7 @@ def train_ditar(run):
     model.aux = nn.Linear(m.lm.dim, m.patch_frames * m.latent_dim).to(run.device)
 
     def gradients(step):
-        g = step_generator(run.config.seed, "pretrain", step)
+        g = run.generator("pretrain", step)
         rows = torch.randint(len(latents), (c.pairs_per_step,), generator=g).tolist()
         texts, patches = [], []
         for i in rows:
@@ -535,7 +444,7 @@ def train_ditar(run):
             texts.append(toy.encode_text(data.texts[i] if alone
                                          else f"{data.texts[i]} {data.texts[j]}"))
             patches.append(latents[i] if alone else torch.cat((latents[i], latents[j])))
-        text, text_len, x_1, n = pad_rows(texts, patches)
+        text, text_len, x_1, n = collate(texts, patches)
         shape = (m.noise_mult, *x_1.shape[:2])
         t, drop = torch.rand(shape, generator=g), torch.rand(shape, generator=g) < m.drop_h
         x_0 = torch.randn(*shape, *x_1.shape[2:], generator=g)
@@ -551,17 +460,27 @@ def train_ditar(run):
         (loss * (int(n.sum()) / share)).backward()
         return {"flow": flow.item(), "stop": stop.item(), "aux": aux.item()}
 
-    weights = fit(run, "pretrain", model, gradients, c.steps,
-                  lambda step: c.lr * schedule(step, c.steps, c.warmup, c.hold), c.betas,
-                  ema=c.ema)
+    weights = run.fit("pretrain", model, gradients, c.steps, c.lr, c.warmup, c.hold,
+                      betas=c.betas, ema=c.ema)
     model.load_state_dict(weights)
     del model.aux
-    run.finish("pretrain", model.state_dict(), started, {})
+    run.finish("pretrain", model.state_dict(), started, ditar_scores(run, model, vae))
+
+
+def ditar_scores(run, model, vae, n=256):
+    """WER and SIM on the tune split (unheard voices), by the judges that will give the reward."""
+    c = dataclasses.replace(run.config.evaluate, split="tune", n=n)
+    run = Run(dataclasses.replace(run.config, evaluate=c), "")
+    prompts, _ = held_out_prompts(run, vae)
+    wavs, utterances = evaluate.speak(model, vae, prompts, c, run.config.sample)
+    records = evaluate.score(wavs, [u.stopped for u in utterances], prompts, load_judges(run))
+    return {name: sum(r[name] for r in records) / len(records)
+            for name in ("wer", "wer_held", "sim", "sim_held", "severe")}
 
 
 def load_ditar(run, stage="pretrain"):
     """The model of a finished stage, with the config that it was made with."""
-    tensors, meta = load_tensors(run.find(stage))
+    tensors, meta = run.load(stage)
     model = DiTAR(build(ModelConfig, meta["config"]["model"]))
     model.load_state_dict(tensors)
     return model.to(run.device)
@@ -596,7 +515,7 @@ def prompt_source(run, vae):
     data, cache = toy.corpus("rl", run.config.corpus), {}
 
     def draw(step, slot, attempt):
-        g = step_generator(run.config.seed, "prompt", step, slot, attempt)
+        g = run.generator("prompt", step, slot, attempt)
         i, j = torch.randperm(len(data.wavs), generator=g)[:2].tolist()
         if i not in cache:
             cache[i] = make_prompt(vae, data, i, data.texts[j], run.config.model.patch_frames)
@@ -612,9 +531,8 @@ class GrowTrainer:
     def __init__(self, run):
         c = run.config.grow
         if c.prompts_per_step % run.world:
-            fit_below = max(run.world, c.prompts_per_step // run.world * run.world)
             raise ValueError(f"grow.prompts_per_step={c.prompts_per_step} does not divide over "
-                             f"{run.world} ranks; use {fit_below} or {fit_below + run.world}")
+                             f"{run.world} ranks; use {round_up(c.prompts_per_step, run.world)}")
         self.run, self.vae = run, load_vae(run)
         self.streams, self.judges = load_streams(run)
         self.policy = load_ditar(run)
@@ -631,34 +549,33 @@ class GrowTrainer:
             self.policy, self.actor, self.reference, self.vae, self.streams,
             run.config.rewards.weights, lambda slot, attempt: self.draw(step, slot, attempt),
             range(run.rank, c.prompts_per_step, run.world),         # a group stays on one rank
-            lambda *key: step_generator(run.config.seed, "grow", step, *key),
-            c, run.config.sample, c.prompts_per_step, run.autocast)
+            lambda *key: run.generator("grow", step, *key),
+            c, run.config.sample, run.sum, run.autocast)
 
 
 def train_grow(run):
     c, started = run.config.grow, time.time()
     trainer = GrowTrainer(run)
-    weights = fit(run, "grow", trainer.policy, trainer.gradients, c.steps,
-                  lambda step: c.lr * ((1 - step / c.steps) if c.lr_decay else 1.0),
-                  c.betas, c.weight_decay, c.ema, c.grad_clip)
+    weights = run.fit("grow", trainer.policy, trainer.gradients, c.steps, c.lr, decay=c.lr_decay,
+                      betas=c.betas, weight_decay=c.weight_decay, ema=c.ema, clip=c.grad_clip)
     trainer.policy.load_state_dict(weights, strict=False)
     run.finish("grow", trainer.policy.state_dict(), started, {}, half=False)
 
 
-def held_out_prompts(run, vae, split="eval"):
+def held_out_prompts(run, vae):
     """Prompt i of a held-out split is to say the text of utterance i^1 (the same voice), whose
     own audio is the real speech that bounds the scores. Returns prompts and real wavs."""
-    data = toy.corpus(split, run.config.corpus)
+    data = toy.corpus(run.config.evaluate.split, run.config.corpus)
     n = min(run.config.evaluate.n, len(data.wavs) // 2 * 2)
     frames = run.config.model.patch_frames
     return ([make_prompt(vae, data, i, data.texts[i ^ 1], frames) for i in range(n)],
             [data.wav(i ^ 1) for i in range(n)])
 
 
-def run_evaluate(run, split="eval"):
+def run_evaluate(run):
     c = run.config.evaluate
     vae, judges = load_vae(run), load_judges(run)
-    prompts, real = held_out_prompts(run, vae, split)
+    prompts, real = held_out_prompts(run, vae)
     out = []
     for stage in ("pretrain", "grow"):
         started = time.time()
@@ -698,61 +615,25 @@ def evaluate_anew(folder, whisper, limit):
             for wavs, ends in zip([w for w, _ in systems] + [real], stopped)]
 
 
-# ---------------------------------------------------------------- profile
-
-def profile(run, steps=3):
-    """Where a GROW step's time goes, and how far LocDiT is from this machine's matrix product."""
-    c, s, m = run.config.grow, run.config.sample, run.config.model
-    trainer = GrowTrainer(run)
-    dtype = torch.bfloat16 if run.bf16 else torch.float32
-    trainer.gradients(0)                                            # warm-up
-    logs = [trainer.gradients(step) for step in range(1, steps + 1)]
-    mean = {k: sum(log[k] for log in logs) / steps for k in logs[0]}
-    R, P = c.prompts_per_step * c.group_size, m.patch_frames
-    seconds = {k: mean[f"sec_{k}"] for k in ("rollout", "decode", "reward", "update")}
-
-    def per_second(work, repeats=20):
-        with torch.no_grad():
-            work()
-            started = time.perf_counter()
-            for _ in range(repeats):
-                work()
-        return repeats / (time.perf_counter() - started)
-    a, b = (torch.randn(2_048, 2_048, device=run.device, dtype=dtype) for _ in range(2))
-    peak = 2 * 2_048 ** 3 * per_second(lambda: a @ b) / 1e9
-
-    weights = sum(p.numel() for p in trainer.policy.locdit.parameters())
-    tokens, d = 2 + 2 * P, m.locdit
-    final = d.dim * (d.heads * d.head_dim * 2 + 3 * d.mlp_dim)      # for the noisy tokens only
-    row = 2 * ((weights - final) * tokens + final * P
-               + d.layers * 2 * tokens * tokens * d.heads * d.head_dim)     # one LocDiT row
-    rows = R * (2 if s.cfg_scale else 1)
-    x = torch.randn(rows, P, m.latent_dim, device=run.device, dtype=dtype)
-    h = torch.randn(rows, m.lm.dim, device=run.device, dtype=dtype)
-    t = torch.rand(1, device=run.device)
-    locdit = rows * row * per_second(lambda: trainer.actor.velocity(x, t, h, x)) / 1e9
-    needed = mean["patches"] * s.nfe * rows * row / 1e9
-    total = sum(seconds.values())
-    print(f"{torch.get_num_threads()} threads, {dtype}; {R} rollouts a step, "
-          f"{mean['patches']:.1f} patches each, NFE {s.nfe}, {c.draws} draws")
-    for name, sec in seconds.items():
-        print(f"  {name:8} {sec:6.2f} s  {100 * sec / total:3.0f} %")
-    print(f"  step     {total:6.2f} s        {R / total:.1f} rollouts/s in all, "
-          f"{R / seconds['rollout']:.1f} rollouts/s sampling, "
-          f"{mean['audio_sec'] / seconds['rollout']:.0f} x real time")
-    print(f"  matrix product {peak:.0f} GFLOP/s; LocDiT alone {locdit:.0f} GFLOP/s "
-          f"({100 * locdit / peak:.0f} %); whole rollout {needed / seconds['rollout']:.0f} GFLOP/s "
-          f"of LocDiT work ({100 * needed / seconds['rollout'] / peak:.0f} %)")
-
-
 # ---------------------------------------------------------------- entry point
+
+def keep_freed_memory():
+    """Tell glibc to keep what tensors free instead of handing it back to the kernel and faulting
+    it in again at every step: up to half of a CPU step's time. Elsewhere this does nothing."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    for option, value in ((-4, 0), (-1, 2**31 - 1), (-8, 1)):   # MMAP_MAX, TRIM_THRESHOLD, ARENA_MAX
+        mallopt(option, value)
+
 
 def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", required=True)
     parser.add_argument("--profile", action="store_true", help="time a few GROW steps and exit")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
-    args = parser.parse_args(words)
+    args = parser.parse_intermixed_args(words)      # overrides may stand on both sides of --profile
     config = load_config(args.config, args.overrides)
     stages = STAGES if config.stages == ("all",) else config.stages
     for stage in stages:
@@ -762,8 +643,9 @@ def main(words=None):
                              + (f"; did you mean {near[0]}?" if near else ""))
     run = Run(config, "python train.py " + " ".join(sys.argv[1:] if words is None else words))
     if args.profile:
+        from bench import profile
         return profile(run)
-    work = {"vae": train_vae, "judges": train_judges, "pretrain": train_ditar, "grow": train_grow}
+    work = {"vae": toy.train_vae, "judges": train_judges, "pretrain": train_ditar, "grow": train_grow}
     for stage in stages:
         if stage == "corpus":
             for split in ("pretrain", "judge", "rl", "eval"):
@@ -779,4 +661,5 @@ def main(words=None):
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()

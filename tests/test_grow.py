@@ -533,16 +533,27 @@ def make_prompt(slot, attempt=0):
     return Prompt(ids, 1, f"slot {slot} attempt {attempt}", wav, latents)
 
 
+def loudness_but_of_slot_1(wavs, texts, prompts):
+    return torch.tensor([0.5 if text.startswith("slot 1") else wav.mean().item()
+                         for wav, text in zip(wavs, texts)])
+
+
+SLOT_1_IS_CONSTANT = {"loud": loudness_but_of_slot_1}
 STREAMS, LAMBDAS = {"loud": loudness, "late": late_loudness}, {"loud": 1.0, "late": 0.5}
 
 
-def step(policy, slots=(0, 1), total_groups=2, streams=STREAMS, draw_prompt=make_prompt,
+def one_process(number):
+    """global_sum of a run without ranks."""
+    return number
+
+
+def step(policy, slots=(0, 1), global_sum=one_process, streams=STREAMS, draw_prompt=make_prompt,
          reference=None, vae=None, max_patches=3, **changes):
     """One grow_step; returns its log and the gradients, and clears them."""
     c = GrowConfig(**{"group_size": 4, "beta_w2": 0.1, **changes})
     s = SampleConfig(nfe=3, max_patches_per_token=0.0, max_patches_extra=max_patches)
     log = grow_step(policy, policy, reference or moved(tiny_ditar()), vae or LinearVAE(), streams,
-                    LAMBDAS, draw_prompt, list(slots), keyed, c, s, total_groups,
+                    LAMBDAS, draw_prompt, list(slots), keyed, c, s, global_sum,
                     contextlib.nullcontext)
     grads = gradients(policy)
     policy.zero_grad(set_to_none=True)
@@ -645,12 +656,25 @@ def test_micro_batches_change_memory_not_gradients():
 
 def test_two_ranks_sum_to_the_gradient_of_one():
     policy = tiny_ditar()
-    whole_log, whole = step(policy, slots=(0, 1, 2), total_groups=3)
-    parts = [step(policy, slots=slots, total_groups=3) for slots in ((0, 2), (1,))]
+    whole_log, whole = step(policy, slots=(0, 1, 2))
+    kept = []
+    parts = [step(policy, slots=slots, global_sum=lambda n: kept.append(n) or 3)
+             for slots in ((0, 2), (1,))]
+    assert kept == [2, 1]                                           # what each rank adds to the 3
     total = {name: None if g is None else g + parts[1][1][name]
              for name, g in parts[0][1].items()}
     assert_gradients_close(total, whole, 1e-4)
     assert sum(log["policy"] for log, _ in parts) == pytest.approx(whole_log["policy"], abs=1e-4)
+
+
+def test_a_rank_that_keeps_no_group_still_takes_part_in_the_sum():
+    policy, kept = tiny_ditar(), []
+    _, whole = step(policy, slots=(0, 1, 2), streams=SLOT_1_IS_CONSTANT, redraws=0)
+    parts = [step(policy, slots=slots, streams=SLOT_1_IS_CONSTANT, redraws=0,
+                  global_sum=lambda n: kept.append(n) or 2) for slots in ((0, 2), (1,))]
+    assert kept == [2, 0]                           # else the other ranks would wait for ever
+    assert all(g is None for g in parts[1][1].values())
+    assert_gradients_close(parts[0][1], whole, 1e-4)
 
 
 def test_groups_without_reward_spread_are_redrawn_and_counted():
@@ -664,8 +688,8 @@ def test_groups_without_reward_spread_are_redrawn_and_counted():
         flat = ("slot 1 attempt 0", "slot 1 attempt 1", "slot 2 attempt 0")
         return torch.tensor([0.5 if text in flat else wav.mean().item()
                              for wav, text in zip(wavs, texts)])
-    log, grads = step(tiny_ditar(), slots=(0, 1, 2), total_groups=3,
-                      streams={"loud": fails_first}, draw_prompt=draw_prompt)
+    log, grads = step(tiny_ditar(), slots=(0, 1, 2), streams={"loud": fails_first},
+                      draw_prompt=draw_prompt)
     assert asked == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
     assert log["groups"] == 3 and log["discarded"] == pytest.approx(3 / 6)
     assert grads["locdit_out.weight"].abs().max() > 0
@@ -684,15 +708,16 @@ def test_redraws_are_bounded_and_a_step_without_groups_has_no_gradient():
     assert all(g is None for g in grads.values())
 
 
-def test_a_group_that_stays_constant_leaves_the_others_as_they_were():
-    def slot_1_is_constant(wavs, texts, prompts):
-        return torch.tensor([0.5 if text.startswith("slot 1") else wav.mean().item()
-                             for wav, text in zip(wavs, texts)])
+def test_a_group_discarded_for_good_leaves_the_mean_of_the_others():
     policy = tiny_ditar()
-    log, grads = step(policy, streams={"loud": slot_1_is_constant}, redraws=0)
-    assert log["groups"] == 1 and log["discarded"] == 0.5
-    _, alone = step(policy, slots=(0,), streams={"loud": loudness})
-    assert_gradients_close(grads, alone, 1e-4)
+    log, grads = step(policy, slots=(0, 1, 2), streams=SLOT_1_IS_CONSTANT, redraws=0)
+    assert log["groups"] == 2 and log["discarded"] == pytest.approx(1 / 3)
+    alone = [step(policy, slots=(slot,), streams={"loud": loudness}) for slot in (0, 2)]
+    mean = {name: None if g is None else (g + alone[1][1][name]) / 2
+            for name, g in alone[0][1].items()}
+    assert_gradients_close(grads, mean, 1e-4)
+    for name in ("policy", "anchor", "flow"):
+        assert log[name] == pytest.approx((alone[0][0][name] + alone[1][0][name]) / 2, abs=1e-5)
 
 
 def test_a_redraw_uses_noise_of_its_own():
@@ -752,8 +777,8 @@ def test_grow_raises_the_reward_of_a_bandit(changes):
     for i in range(30):
         optimizer.zero_grad()
         log = grow_step(policy, policy, reference, LinearVAE(), {"loud": loudness}, {"loud": 1.0},
-                        make_prompt, list(range(4)), lambda *key: keyed(i, *key), c, s, 4,
-                        contextlib.nullcontext)
+                        make_prompt, list(range(4)), lambda *key: keyed(i, *key), c, s,
+                        one_process, contextlib.nullcontext)
         optimizer.step()
         rewards.append(log["loud"])
     spread = log["loud_spread"]

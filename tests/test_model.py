@@ -404,11 +404,11 @@ def test_dropped_patches_see_zeros_for_h_and_keep_their_history(monkeypatch):
     assert len(calls) == 1                                          # all draws in one call
     valid = valid_patches(n, 4)
     h, dropped = model.hidden(text, text_len, patches)[valid], drop[:, valid]
-    seen = calls[0]["h"].view(2, len(h), -1)
+    seen = calls[0]["h"].unflatten(0, (2, -1))[:, :len(h)]          # the rest is padding
     assert dropped.any() and not dropped.all()
     assert (seen[dropped] == 0).all()
     assert_close(seen[~dropped], h.expand(2, -1, -1)[~dropped].detach())
-    history = calls[0]["history"].view(2, len(h), 2, 4)
+    history = calls[0]["history"].unflatten(0, (2, -1))[:, :len(h)]
     assert torch.equal(history, history_of(patches)[valid].expand(2, -1, -1, -1))
 
 
