@@ -241,11 +241,15 @@ class Run:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
     def fingerprint(self, stage):
-        """The part of the config that shapes a stage's result."""
-        sections = {"vae": ("vae",), "judges": ("judges",), "pretrain": ("model", "pretrain"),
-                    "grow": ("model", "grow", "sample", "rewards")}[stage]
-        whole = json.loads(json.dumps(asdict(self.config)))         # tuples become lists
-        return {name: whole[name] for name in (*sections, "corpus", "seed")}
+        """The part of the config that shapes a stage's result, as it is read back from json."""
+        sections, split = {
+            "vae": (("vae",), "judge"), "judges": (("judges",), "judge"),
+            "pretrain": (("model", "pretrain"), "pretrain"),
+            "grow": (("model", "grow", "sample", "rewards"), "rl")}[stage]
+        whole = json.loads(json.dumps(asdict(self.config)))
+        voice = ("speakers_per_variant", "rate_wpm", "word_gap", "seed", split)
+        return ({name: whole[name] for name in (*sections, "seed")}
+                | {"corpus": {name: whole["corpus"][name] for name in voice}})
 
     def done(self, stage):
         """Is the stage's result in out_dir? Raises ValueError if it is of another config."""
@@ -301,6 +305,10 @@ class Run:
             path.unlink()
         print(f"{stage}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items())
               + f"  ({time.time() - started:.0f} s)", flush=True)
+
+    def fast(self, model):
+        """A copy of a model in the precision of rollouts and evaluation."""
+        return copy.deepcopy(model).to(torch.bfloat16 if self.bf16 else torch.float32)
 
     def all_reduce(self, tensors):
         """Sum over ranks, in one flat buffer. Each rank's loss is its share of the global mean."""
@@ -472,7 +480,7 @@ def ditar_scores(run, model, vae, n=256):
     c = dataclasses.replace(run.config.evaluate, split="tune", n=n)
     run = Run(dataclasses.replace(run.config, evaluate=c), "")
     prompts, _ = held_out_prompts(run, vae)
-    wavs, utterances = evaluate.speak(model, vae, prompts, c, run.config.sample)
+    wavs, utterances = evaluate.speak(run.fast(model), vae, prompts, c, run.config.sample)
     records = evaluate.score(wavs, [u.stopped for u in utterances], prompts, load_judges(run))
     return {name: sum(r[name] for r in records) / len(records)
             for name in ("wer", "wer_held", "sim", "sim_held", "severe")}
@@ -538,7 +546,7 @@ class GrowTrainer:
         self.policy = load_ditar(run)
         self.policy.stop_head.requires_grad_(False)                 # no stop loss in RL
         self.reference = load_ditar(run).requires_grad_(False)
-        self.actor = copy.deepcopy(self.reference).to(torch.bfloat16 if run.bf16 else torch.float32)
+        self.actor = run.fast(self.reference)
         self.draw = prompt_source(run, self.vae)
 
     def gradients(self, step):
@@ -579,7 +587,7 @@ def run_evaluate(run):
     out = []
     for stage in ("pretrain", "grow"):
         started = time.time()
-        wavs, utterances = evaluate.speak(load_ditar(run, stage), vae, prompts, c,
+        wavs, utterances = evaluate.speak(run.fast(load_ditar(run, stage)), vae, prompts, c,
                                           run.config.sample)
         records = evaluate.score(wavs, [u.stopped for u in utterances], prompts, judges)
         print(f"evaluated {stage} on {len(prompts)} prompts, NFE {c.nfe} "
@@ -608,7 +616,7 @@ def evaluate_anew(folder, whisper, limit):
     vae, judges = load_vae(run), load_judges(run)
     judge = rewards.Whisper(whisper, run.device, run.config.rewards.lang)
     prompts, real = (v[:limit] for v in held_out_prompts(run, vae))
-    systems = [evaluate.speak(load_ditar(run, stage), vae, prompts, run.config.evaluate,
+    systems = [evaluate.speak(run.fast(load_ditar(run, stage)), vae, prompts, run.config.evaluate,
                               run.config.sample) for stage in ("pretrain", "grow")]
     stopped = [[u.stopped for u in utterances] for _, utterances in systems] + [[True] * len(real)]
     return [evaluate.score(wavs, ends, prompts, judges, judge)

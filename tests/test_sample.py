@@ -309,11 +309,12 @@ def test_nfe_calls_per_patch_and_an_unconditional_half_only_with_guidance(
     assert [c["t"].item() for c in calls[:5]] == times(5)[:-1].tolist()
 
 
-def test_finished_rows_cost_nothing(monkeypatch):
+def test_finished_rows_leave_by_sixteens(monkeypatch):
     model = tiny_ditar()
     calls = count_velocity_calls(model, monkeypatch)
-    generate(model, TEXTS, prompts_of(), [1, 4, 2, 4], SEEDS, nfe=1, cfg_scale=0)
-    assert [len(c["x_t"]) for c in calls] == [4, 3, 2, 2]
+    generate(model, TEXTS, prompts_of(), [1, 1, 2, 4], list(range(48)), group=12, nfe=1,
+             cfg_scale=0)
+    assert [len(c["x_t"]) for c in calls] == [48, 32, 16, 16]       # 24, 12, 12 are not finished
 
 
 def test_the_prefix_is_read_once_per_prompt_and_then_one_token_at_a_time(monkeypatch):
@@ -322,7 +323,7 @@ def test_the_prefix_is_read_once_per_prompt_and_then_one_token_at_a_time(monkeyp
     monkeypatch.setattr(model.lm, "forward", lambda x, *args, **kwargs: (
         shapes.append(tuple(x.shape[:2])), forward(x, *args, **kwargs))[1])
     generate(model, TEXTS, prompts_of(), [3] * 4, list(range(12)), group=3, nfe=1)
-    assert shapes == [(4, 6 + 1 + 4), (12, 1), (12, 1)]
+    assert shapes == [(4, 16 + 1 + 8), (12, 1), (12, 1)]            # text, start, patches, padded
 
 
 def test_guidance_is_applied_to_the_velocity_of_each_step():

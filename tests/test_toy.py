@@ -150,12 +150,12 @@ def test_utterances_are_whole_patches_of_audible_speech(spoken):
 
 
 def test_the_corpus_is_a_function_of_its_config(tmp_path, monkeypatch):
-    monkeypatch.setitem(toy.VARIANTS, "eval", ["klatt3", "m3"])     # one draws noise, one does not
-    config = CorpusConfig(eval=6, speakers_per_variant=1, cache_dir=str(tmp_path / "a"))
+    monkeypatch.setitem(toy.VARIANTS, "eval", ["f2", "klatt3"])         # f2 draws breath noise
+    config = CorpusConfig(eval=12, speakers_per_variant=1, cache_dir=str(tmp_path / "a"))
     first = corpus("eval", config)
-    again = corpus("eval", replace(config, eval=4, cache_dir=str(tmp_path / "b")))
-    assert again.texts == first.texts[:4] and len(set(first.speakers[:4].tolist())) == 2
-    for a, b in zip(again.wavs, first.wavs[:4], strict=True):
+    again = corpus("eval", replace(config, eval=8, cache_dir=str(tmp_path / "b")))
+    assert again.texts == first.texts[:8] and len(set(first.speakers[:8].tolist())) == 2
+    for a, b in zip(again.wavs, first.wavs[:8], strict=True):
         assert np.array_equal(a, b)
 
 
