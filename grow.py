@@ -30,6 +30,7 @@ class GrowConfig:
     group_size: int = 8             # G
     beta_w2: float = 0.025          # anchor to the frozen reference
     lr: float = 2e-6                # AdamW, constant
+    warmup: int = 0                 # steps of linear warm-up: AdamW's first steps are all noise
     lr_decay: bool = False          # linear decay to 0 over the run (paper: constant)
     betas: tuple = (0.9, 0.999)
     weight_decay: float = 0.0

@@ -115,12 +115,12 @@ def attend(q, k, v, mask, causal):
                                               is_causal=causal and mask is None)
     if causal and mask is None:
         mask = torch.ones(S, S_k, dtype=torch.bool).tril()
-    if H != KV:
-        k, v = (x.repeat_interleave(H // KV, dim=1) for x in (k, v))
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)        # (B, H, S, S')
+    q = (q * q.shape[-1] ** -0.5).unflatten(1, (KV, H // KV)).flatten(2, 3)
+    scores = (q @ k.transpose(-1, -2)).unflatten(2, (H // KV, S))   # (B, KV, H/KV, S, S')
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(dim=-1) @ v
+        scores = scores.masked_fill(~mask.unsqueeze(-3), float("-inf"))
+    y = scores.softmax(dim=-1).flatten(2, 3) @ v                    # (B, KV, H/KV * S, d)
+    return y.unflatten(2, (H // KV, S)).flatten(1, 2)
 
 
 class Block(nn.Module):

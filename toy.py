@@ -13,7 +13,6 @@ import math
 import multiprocessing
 import os
 import random
-import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -366,7 +365,7 @@ def vae_loss(vae, wavs, noise):
 
 def train_vae(run):
     """Stage "vae": on one-second segments of the judge split; then its latent statistics."""
-    c, started = run.config.vae, time.time()
+    c = run.config.vae
     data = corpus("judge", run.config.corpus)
     torch.manual_seed(run.config.seed)
     vae = ToyVAE(c)
@@ -393,7 +392,7 @@ def train_vae(run):
         vae.latent_std.copy_(means.std(dim=0))
         errors = [F.l1_loss(*(log_mel(x, 1024, 160, 80) for x in (
             vae.decode(vae.encode(w[None])[0]), w[None]))).item() for w in sample[:100]]
-    run.finish("vae", vae.state_dict(), started, {"log_mel_l1": sum(errors) / len(errors)})
+    run.finish("vae", vae.state_dict(), {"log_mel_l1": sum(errors) / len(errors)})
 
 
 def load_vae(run):

@@ -8,7 +8,6 @@ noise, gain, speed and VAE reconstruction, and are frozen before RL begins. Thei
 speech is measured when they are made: it bounds what RL can show.
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -157,7 +156,7 @@ JUDGES = {"asr": lambda: CTCRecognizer("conv"), "asr_held": lambda: CTCRecognize
 
 def train_judges(run):
     """Stage "judges": all four, on real and VAE-reconstructed speech in every split's voices."""
-    c, started = run.config.judges, time.time()
+    c = run.config.judges
     data, vae = corpus("judge", run.config.corpus), load_vae(run)
     n_speakers = int(data.speakers.max()) + 1
     rebuilt = [vae.decode(vae.encode(data.wav(i)[None])[0])[0] for i in range(len(data.wavs))]
@@ -189,7 +188,7 @@ def train_judges(run):
         weights = run.fit("judges", module, gradients, steps, c.lr, warmup=100, hold=0.3,
                           ema=0.999, part="." + name)
         tensors |= {f"{name}.{k}": v for k, v in weights.items() if k != "classes"}
-    run.finish("judges", tensors, started, judge_scores(run, vae, judges_from(tensors)))
+    run.finish("judges", tensors, judge_scores(run, vae, judges_from(tensors)))
 
 
 def judges_from(tensors):

@@ -187,7 +187,8 @@ def step_generator(*key):
 
 
 def schedule(step, steps, warmup, hold=0.0):
-    """Linear warm-up to 1, then linear decay to 0 that begins after `hold` of the steps."""
+    """Linear warm-up to 1, then linear decay to 0 that begins after `hold` of the steps (1: never).
+    """
     if step < warmup:
         return (step + 1) / warmup
     start = max(warmup, hold * steps)
@@ -292,19 +293,23 @@ class Run:
         """Tensors and metadata of a stage's finished result."""
         return load_tensors(self.find(stage))
 
-    def finish(self, stage, tensors, started, scores, half=True):
-        """Write a stage's result with what made it and what it scores."""
+    def finish(self, stage, tensors, scores, half=True):
+        """Write a stage's result with what made it and what it scores. Its seconds are those of
+        all its steps in the log, so that a restart does not hide any."""
         if not self.main:
             return
+        log = self.dir / "log.jsonl"
+        lines = map(json.loads, log.read_text().splitlines() if log.exists() else [])
+        seconds = sum(r["sec"] for r in lines if r["stage"].split(".")[0] == stage)
         tensors = {k: v.half() if half and v.is_floating_point() else v
                    for k, v in tensors.items()}
         save_tensors(self.dir / f"{stage}.safetensors", tensors, {
             "version": 1, "config": self.fingerprint(stage), "command": self.command,
-            "seconds": round(time.time() - started, 1), "scores": scores})
+            "seconds": round(seconds, 1), "scores": scores})
         for path in self.dir.glob(f"{stage}*.resume.safetensors"):
             path.unlink()
         print(f"{stage}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items())
-              + f"  ({time.time() - started:.0f} s)", flush=True)
+              + f"  ({seconds:.0f} s of steps)", flush=True)
 
     def fast(self, model):
         """A copy of a model in the precision of rollouts and evaluation."""
@@ -379,7 +384,7 @@ class Run:
         saved, bad = time.time(), 0
         for step in bar:
             started = time.time()
-            rate = lr * schedule(step, steps, warmup, hold) if decay else lr
+            rate = lr * schedule(step, steps, warmup, hold if decay else 1.0)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.zero_grad()
@@ -430,7 +435,7 @@ def collate(texts, patches):
 
 def train_ditar(run):
     """Pre-training on (prompt, target) pairs of one speaker, all patches in the loss."""
-    c, m, started = run.config.pretrain, run.config.model, time.time()
+    c, m = run.config.pretrain, run.config.model
     if c.pairs_per_step % run.world:
         raise ValueError(f"pretrain.pairs_per_step={c.pairs_per_step} does not divide over "
                          f"{run.world} ranks; use {round_up(c.pairs_per_step, run.world)}")
@@ -472,7 +477,7 @@ def train_ditar(run):
                       betas=c.betas, ema=c.ema)
     model.load_state_dict(weights)
     del model.aux
-    run.finish("pretrain", model.state_dict(), started, ditar_scores(run, model, vae))
+    run.finish("pretrain", model.state_dict(), ditar_scores(run, model, vae))
 
 
 def ditar_scores(run, model, vae, n=256):
@@ -562,12 +567,12 @@ class GrowTrainer:
 
 
 def train_grow(run):
-    c, started = run.config.grow, time.time()
+    c = run.config.grow
     trainer = GrowTrainer(run)
-    weights = run.fit("grow", trainer.policy, trainer.gradients, c.steps, c.lr, decay=c.lr_decay,
-                      betas=c.betas, weight_decay=c.weight_decay, ema=c.ema, clip=c.grad_clip)
+    weights = run.fit("grow", trainer.policy, trainer.gradients, c.steps, c.lr, c.warmup,
+                      decay=c.lr_decay, betas=c.betas, weight_decay=c.weight_decay, ema=c.ema, clip=c.grad_clip)
     trainer.policy.load_state_dict(weights, strict=False)
-    run.finish("grow", trainer.policy.state_dict(), started, {}, half=False)
+    run.finish("grow", trainer.policy.state_dict(), {}, half=False)
 
 
 def held_out_prompts(run, vae):

@@ -190,7 +190,7 @@ def micro_run(folder, *words, cls=Run):
 def test_a_stage_of_another_config_is_refused_and_the_field_named(tmp_path):
     run = micro_run(tmp_path)
     assert not run.done("grow")
-    run.finish("grow", {"a": torch.zeros(1)}, 0.0, {})
+    run.finish("grow", {"a": torch.zeros(1)}, {})
     assert run.done("grow")
     assert micro_run(tmp_path, "evaluate.n=4", "vae.steps=7", "stages=grow").done("grow")
     for word, field in (("grow.lr=1e-3", "grow section: lr 0.0001 there, 0.001 now"),
@@ -213,11 +213,11 @@ def test_a_missing_stage_says_where_it_was_sought_and_out_dir_comes_first(tmp_pa
     with pytest.raises(ValueError, match="no vae.safetensors in .*a or .*w; run stages=vae first"):
         run.load("vae")
     other = micro_run(tmp_path / "w")
-    other.finish("vae", {"a": torch.tensor([1.0])}, 0.0, {"log_mel_l1": 0.5})
+    other.finish("vae", {"a": torch.tensor([1.0])}, {"log_mel_l1": 0.5})
     tensors, meta = run.load("vae")
     assert tensors["a"] == 1 and meta["scores"] == {"log_mel_l1": 0.5}
     assert meta["command"] == "a command" and meta["config"]["vae"] == asdict(run.config.vae)
-    run.finish("vae", {"a": torch.tensor([2.0])}, 0.0, {})
+    run.finish("vae", {"a": torch.tensor([2.0])}, {})
     assert run.load("vae")[0]["a"] == 2
 
 
