@@ -36,7 +36,7 @@ METRICS = {                     # name -> heading, factor, better
 @dataclass(frozen=True)
 class EvalConfig:
     split: str = "eval"         # or "tune": for choosing hyper-parameters, never reported
-    n: int = 1_024              # held-out prompts, at most what the split has
+    n: int = 512                # held-out prompts, at most what the split has
     nfe: int = 32               # the paper evaluates at 32 whatever the rollouts used
     batch: int = 128
     seed: int = 0               # of the noise, the same before and after

@@ -83,7 +83,7 @@ class CorpusConfig:
     judge: int = 6_000          # the VAE's and the judges' own, in every split's voices
     rl: int = 2_000             # prompts of GROW, in voices that pretraining never saw
     tune: int = 512             # for choosing hyper-parameters; never reported
-    eval: int = 1_024           # held-out prompts in voices that no DiTAR training saw
+    eval: int = 512             # held-out prompts in voices that no DiTAR training saw
     speakers_per_variant: int = 6   # eSpeak pitch and intonation range drawn per speaker
     rate_wpm: int = 140         # a calm rate, words per minute
     word_gap: int = 2           # extra blank between words, 10 ms each
