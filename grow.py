@@ -80,7 +80,8 @@ def standardize(rewards, eps=1e-6):
     Raises ValueError if G < 2: one rollout has no baseline.
     """
     if rewards.shape[-1] < 2:
-        raise ValueError(f"a group of {rewards.shape[-1]} rollout has no baseline; wanted 2 or more")
+        raise ValueError(f"a group of {rewards.shape[-1]} rollout has no baseline; "
+                         "wanted 2 or more")
     centred = rewards - rewards.mean(dim=-1, keepdim=True)
     std = centred.pow(2).mean(dim=-1, keepdim=True).sqrt()
     return torch.where(spread(rewards)[..., None], centred / (std + eps), 0.0)
@@ -250,7 +251,8 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
         seeds = [int(torch.randint(2**62, (1,), generator=generator("rollout", slot, attempt, k)))
                  for slot in pending for k in range(G)]
         # 4: compute rewards
-        utterances, wavs, rewards, bad, seconds = roll_out(actor, vae, streams, prompts, seeds, c, s)
+        utterances, wavs, rewards, bad, seconds = roll_out(actor, vae, streams, prompts, seeds,
+                                                           c, s)
         log = {k: v + seconds[k] for k, v in log.items()}
         utterance_count += len(utterances)
         caps_hit += sum(not u.stopped for u in utterances)
@@ -267,7 +269,7 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
         if not pending:
             break
     groups = [kept[slot] for slot in sorted(kept)]
-    total = global_sum(len(groups)) * G                             # rollouts that the mean runs over
+    total = global_sum(len(groups)) * G                             # rollouts in the mean
     log |= {"discarded": discarded / (len(kept) + discarded), "caps": caps_hit / utterance_count,
             "bad": n_bad / utterance_count, "groups": len(groups)}
     if not groups:

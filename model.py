@@ -292,7 +292,7 @@ class DiTAR(nn.Module):
         return self.encoder_out(out[:, 0]).unflatten(0, (B, N))     # (B, N, C)
 
     def speech_positions(self, text_len, index):
-        """RoPE position of speech token `index` (0 is speech start) of rows with text_len tokens."""
+        """RoPE position of speech token `index` (0: speech start) of rows with text_len tokens."""
         rate = self.config.chars_per_patch
         return index * rate if rate > 0 else (text_len + index).float()
 

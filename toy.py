@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import random
 import zlib
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,6 +169,12 @@ def _speak_chunk(job):
     return [espeak.speak(text, *voice, rate_wpm, word_gap) for text, voice in rows]
 
 
+def _speak_alone(job):
+    """In a fresh process: eSpeak carries phases and noise over to the next utterance."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_speak_chunk, job).result()
+
+
 def corpus(split, config, processes=None):
     """The Corpus of a split ("pretrain", "judge", "rl", "tune", "eval"), made once and cached.
 
@@ -191,10 +197,8 @@ def corpus(split, config, processes=None):
     if not path.exists():
         jobs = [([(t, v) for t, _, v in rows[i:i + 500]], config.rate_wpm, config.word_gap)
                 for i in range(0, size, 500)]
-        # a fresh process for each: eSpeak carries phases and noise over to the next utterance
-        with ProcessPoolExecutor(processes or os.cpu_count(), multiprocessing.get_context("spawn"),
-                                 max_tasks_per_child=1) as pool:
-            wavs = [wav for chunk in pool.map(_speak_chunk, jobs) for wav in chunk]
+        with ThreadPoolExecutor(processes or os.cpu_count()) as pool:
+            wavs = [wav for chunk in pool.map(_speak_alone, jobs) for wav in chunk]
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}.tmp.npz")
         np.savez(scratch, wavs=np.concatenate(wavs), lengths=[len(w) for w in wavs])

@@ -49,7 +49,7 @@ class CTCRecognizer(nn.Module):
         self.out = nn.Linear(dim, n_out)
 
     def forward(self, wavs, lengths):
-        """wavs: (B, S); lengths: (B,) samples. Returns log-probabilities (B, T, 28), (B,) frames."""
+        """wavs: (B, S); lengths: (B,) samples. Returns log-probs (B, T, 28) and (B,) frames."""
         n = lengths // self.hop
         x = log_mel(F.pad(wavs, (0, -wavs.shape[1] % self.hop)), *self.mel)
         x = self.proj(x.reshape(len(x), -1, 2 * self.mel[2]))       # (B, T, C)

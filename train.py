@@ -81,6 +81,10 @@ class Config:
     grow: GrowConfig = GrowConfig()
     evaluate: EvalConfig = EvalConfig()
 
+    def __post_init__(self):
+        if self.autocast not in ("auto", "on", "off"):
+            raise ValueError(f"autocast={self.autocast!r}; wanted auto, on or off")
+
 
 # ---------------------------------------------------------------- config
 
@@ -119,7 +123,7 @@ def convert(value, default, name):
     if wanted is tuple and isinstance(value, (list, tuple, str)):
         return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
     if wanted is dict and isinstance(value, dict):
-        return {k: convert(v, default.get(k, v), f"{name}.{k}") for k, v in value.items()}
+        return default | {k: convert(v, default.get(k, v), f"{name}.{k}") for k, v in value.items()}
     if type(value) is not wanted:
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}; "
                          f"wanted a {wanted.__name__} like {default!r}")
@@ -232,8 +236,6 @@ class Run:
                      else torch.cpu._is_amx_tile_supported())
         self.bf16 = fast_bf16 if config.autocast == "auto" else config.autocast == "on"
         self.dir.mkdir(parents=True, exist_ok=True)
-        if self.main and command:
-            (self.dir / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
 
     def generator(self, *key):
         return step_generator(self.config.seed, *key)
@@ -291,7 +293,12 @@ class Run:
 
     def load(self, stage):
         """Tensors and metadata of a stage's finished result."""
-        return load_tensors(self.find(stage))
+        path = self.find(stage)
+        tensors, meta = load_tensors(path)
+        if "config" not in meta:
+            raise ValueError(f"{path} was not written by train.py (no config in its metadata); "
+                             f"run stages={stage} to make one")
+        return tensors, meta
 
     def finish(self, stage, tensors, scores, half=True):
         """Write a stage's result with what made it and what it scores. Its seconds are those of
@@ -352,8 +359,8 @@ class Run:
         learning rate is `lr` times `schedule`, constant without decay. Resumes from the stage's own
         checkpoint. Returns the averaged weights (the last ones without ema) as a dict."""
         named = {k: p for k, p in module.named_parameters() if p.requires_grad}
-        optimizer = torch.optim.AdamW(named.values(), lr=1.0, betas=betas, weight_decay=weight_decay,
-                                      foreach=True)
+        optimizer = torch.optim.AdamW(named.values(), lr=1.0, betas=betas, foreach=True,
+                                      weight_decay=weight_decay)
         average = Averaged(named, ema)
         path = self.dir / f"{stage}{part}.resume.safetensors"
         first = updates = 0                 # a step whose gradient is not finite is no update
@@ -400,8 +407,8 @@ class Run:
             else:
                 bad += 1
                 if bad == 10:
-                    raise RuntimeError(f"{stage}: the gradient was not finite for 10 steps in a row; "
-                                       "lower the learning rate or raise the anchor")
+                    raise RuntimeError(f"{stage}: the gradient was not finite for 10 steps in a "
+                                       "row; lower the learning rate or raise the anchor")
             logs |= {"grad_norm": norm, "lr": rate, "sec": time.time() - started}
             self.log(stage + part, step, logs, bar)
             due = time.time() - saved > self.config.save_every_sec
@@ -423,7 +430,7 @@ def encode_corpus(vae, data, patch_frames):
 
 
 def collate(texts, patches):
-    """Lists of ids and of (N, P, D) -> right-padded text, text_len, patches, n. Few shapes occur."""
+    """Lists of ids and of (N, P, D) -> right-padded text, text_len, patches, n, in few shapes."""
     text_len = torch.tensor([len(t) for t in texts])
     n = torch.tensor([len(p) for p in patches])
     text = torch.zeros(len(texts), round_up(text_len.max(), 16), dtype=torch.long)
@@ -512,7 +519,7 @@ def load_streams(run):
     unknown = sorted(set(c.weights) - set(streams))
     if unknown:
         raise ValueError(f"rewards.weights names {unknown}; the streams are {sorted(streams)}")
-    return {name: streams[name] for name in c.weights}, judges
+    return {name: streams[name] for name, weight in c.weights.items() if weight != 0}, judges
 
 
 def make_prompt(vae, data, i, text, patch_frames):
@@ -570,7 +577,8 @@ def train_grow(run):
     c = run.config.grow
     trainer = GrowTrainer(run)
     weights = run.fit("grow", trainer.policy, trainer.gradients, c.steps, c.lr, c.warmup,
-                      decay=c.lr_decay, betas=c.betas, weight_decay=c.weight_decay, ema=c.ema, clip=c.grad_clip)
+                      decay=c.lr_decay, betas=c.betas, weight_decay=c.weight_decay,
+                      ema=c.ema, clip=c.grad_clip)
     trainer.policy.load_state_dict(weights, strict=False)
     run.finish("grow", trainer.policy.state_dict(), {}, half=False)
 
@@ -637,7 +645,8 @@ def keep_freed_memory():
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return
-    for option, value in ((-4, 0), (-1, 2**31 - 1), (-8, 1)):   # MMAP_MAX, TRIM_THRESHOLD, ARENA_MAX
+    mmap_max, trim_threshold, arena_max = -4, -1, -8
+    for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)):
         mallopt(option, value)
 
 
@@ -658,7 +667,11 @@ def main(words=None):
     if args.profile:
         from bench import profile
         return profile(run)
-    work = {"vae": toy.train_vae, "judges": train_judges, "pretrain": train_ditar, "grow": train_grow}
+    work = {"vae": toy.train_vae, "judges": train_judges, "pretrain": train_ditar,
+            "grow": train_grow}
+    todo = [stage for stage in stages if stage not in work or not run.done(stage)]
+    if run.main:
+        (run.dir / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
     for stage in stages:
         if stage == "corpus":
             for split in ("pretrain", "judge", "rl", "eval"):
@@ -666,7 +679,7 @@ def main(words=None):
         elif stage == "evaluate":
             if run.main:
                 run_evaluate(run)
-        elif run.done(stage):
+        elif stage not in todo:
             print(f"{stage}: {run.dir / stage}.safetensors is there, skipped", flush=True)
         else:
             work[stage](run)
