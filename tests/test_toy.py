@@ -78,11 +78,14 @@ class QuickPool:
     def __exit__(self, *args):
         pass
 
-    def map(self, f, jobs):
-        for rows, *_ in jobs:
-            QuickPool.jobs += 1
-            yield [np.random.default_rng(len(text)).integers(-99, 99, 1_600, np.int16)
-                   for text, _ in rows]
+    def submit(self, f, job):
+        QuickPool.jobs += 1
+        self.wavs = [np.random.default_rng(len(text)).integers(-99, 99, 1_600, np.int16)
+                     for text, _ in job[0]]
+        return self
+
+    def result(self):
+        return self.wavs
 
 
 @pytest.fixture
