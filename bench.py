@@ -21,12 +21,18 @@ def profile(run, steps=3):
     R, P = c.prompts_per_step * c.group_size, m.patch_frames
     seconds = {k: mean[f"sec_{k}"] for k in ("rollout", "decode", "reward", "update")}
 
+    def wait():
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def per_second(work, repeats=20):
         with torch.no_grad():
             work()
+            wait()
             started = time.perf_counter()
             for _ in range(repeats):
                 work()
+            wait()
         return repeats / (time.perf_counter() - started)
     a, b = (torch.randn(2_048, 2_048, device=run.device, dtype=dtype) for _ in range(2))
     peak = 2 * 2_048 ** 3 * per_second(lambda: a @ b) / 1e9

@@ -118,10 +118,10 @@ def bootstrap(differences, samples=4_000, seed=0):
 
 def compare(before, after, metric):
     """before, after: lists of runs, each a list of records over the same prompts."""
-    for x, y in zip(before, after):
-        if [r["ref"] for r in x] != [r["ref"] for r in y]:
-            raise ValueError("the two systems were evaluated on different prompts; evaluate both "
-                             "with the same eval section and corpus")
+    for run in (*before, *after):
+        if [r["ref"] for r in run] != [r["ref"] for r in before[0]]:
+            raise ValueError("the systems were evaluated on different prompts; evaluate all of "
+                             "them with the same evaluate section and corpus")
     b = np.array([[r[metric] for r in run] for run in before])
     a = np.array([[r[metric] for r in run] for run in after])
     low, high = bootstrap(a - b)
@@ -173,6 +173,7 @@ def figure(path, log, pairs):
               ("anchor  ‖v - v_ref‖²", (("anchor", None),)))
     for k, (title, series) in enumerate(panels):
         ax = fig.add_subplot(grid[0, 4 * k:4 * k + 4])
+        series = [(name, label) for name, label in series if name in log[0]]
         for j, (name, label) in enumerate(series):
             values = [r[name] for r in log]
             ax.plot(step, values, alpha=0.25, color=f"C{j}")
@@ -180,7 +181,7 @@ def figure(path, log, pairs):
         ax.set_title(title, fontsize=10)
         ax.set_xlabel("step", fontsize=8)
         ax.tick_params(labelsize=8)
-        if series[0][1]:
+        if series and series[0][1]:
             ax.legend(fontsize=8)
     width = 12 // max(1, len(pairs))
     for k, (title, *both) in enumerate(pairs):
@@ -213,7 +214,7 @@ def write_report(out_dir, wavs_before, wavs_after, prompts, real, before, after,
             soundfile.write(folder / f"{i:04d}_{name}.wav", wav.numpy(), SAMPLE_RATE)
     path = out_dir / "log.jsonl"
     log = [r for r in map(json.loads, path.read_text().splitlines())
-           if r["stage"] == "grow" and "sim" in r] if path.exists() else []
+           if r["stage"] == "grow" and "flow" in r] if path.exists() else []
     if log:
         figure(out_dir / "figure.png", log,
                [(before[i]["ref"], wavs_before[i].numpy(), wavs_after[i].numpy())

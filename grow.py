@@ -7,7 +7,7 @@ Differs from the paper or fills what it leaves open (defaults are the paper's re
  1. The mean over a rollout's own generated patches comes first, then the mean over rollouts, so
     that long rollouts do not weigh more and sum_k w_k = 0 keeps cancelling self-imitation.
  2. Prompt patches carry no loss.
- 3. No stop loss in RL; the reference keeps the stop head in place through the LM states.
+ 3. No stop loss in RL, and the stop head's weights are frozen (train.py, GrowTrainer).
  4. Off by default, on in toy.yaml, all leave the expected gradient as it is: `draws`,
     `share_noise`, `t_per: patch`. `ema` averages the weights that are evaluated, not the policy.
  5. `target: latents` trains on the sampled latents instead of re-encoding the waveform (line 6).
@@ -235,7 +235,7 @@ def roll_out(actor, vae, streams, prompts, seeds, c, s):
 
 def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slots, generator, c, s,
               global_sum, autocast):
-    """Algorithm 1, lines 3-8, and the backward pass; line 9, AdamW, is train.fit's.
+    """Algorithm 1, lines 3-8, and the backward pass; line 9, AdamW, is Run.fit's in train.py.
 
     policy: the model that learns; actor: the same weights in the precision of rollouts;
     reference: frozen theta_pre. streams: name -> reward; lambdas: name -> lambda_r.
@@ -260,8 +260,9 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
         # a group without reward variance carries no gradient: discard and redraw
         ok = usable({name: r.view(-1, G) for name, r in rewards.items()}).tolist()
         for b, slot in enumerate(pending):
+            rows = slice(b * G, (b + 1) * G)
+            ok[b] = ok[b] and all(torch.isfinite(wav).all() for wav in wavs[rows])
             if ok[b]:
-                rows = slice(b * G, (b + 1) * G)
                 kept[slot] = (prompts[b], utterances[rows], wavs[rows],
                               {name: r[rows] for name, r in rewards.items()})
         pending = [slot for slot, good in zip(pending, ok) if not good]
@@ -302,7 +303,9 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
         terms["loss"].backward()
         for name in sums:
             sums[name] += terms[name].sum().item()
-    log |= {"policy": sums["policy"], "anchor": sums["anchor"], "flow": sums["l"] / len(w),
+    share = total / len(w)                  # under torchrun the log shows this rank's groups
+    log |= {"policy": sums["policy"] * share, "anchor": sums["anchor"] * share,
+            "flow": sums["l"] / len(w),
             "below_anchor": (w < -c.beta_w2).float().mean().item(),
             "patches": (batch.n - batch.n_prompt).float().mean().item(),
             "audio_sec": sum(len(x) for x in wavs) / reward_module.SAMPLE_RATE,

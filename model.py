@@ -355,7 +355,7 @@ def round_up(number, multiple):
 
 def pad_rows(rows, size=128):
     """Row indices (M,) padded to a multiple of `size` with row 0, and their weights, 0 on padding.
-    On CPUs oneDNN compiles a kernel for every new shape (20 ms each, more than the product
+    On CPUs oneDNN compiles a kernel for every new shape (16 ms each, more than the product
     itself), so batches of any length come in a few sizes."""
     extra = -len(rows) % size
     return (torch.cat((rows, rows.new_zeros(extra))),

@@ -55,7 +55,7 @@ WHISPER_BATCH = 16      # clips per generate call; each costs the encoder a full
 class RewardConfig:
     weights: dict = field(default_factory=lambda: {"wer": 1.0, "sim": 1.0})  # paper's lambda_r
     asr: str = "toy"            # "toy", or the folder or hub id of a Whisper checkpoint
-    speaker: str = "toy"        # "toy", or the speaker checkpoint
+    speaker: str = "toy"        # only "toy" so far
     lang: str = "en"            # "en" counts words, "zh" counts characters
     max_new_tokens: int = 128   # Whisper's cap, for rewards only: a looping rollout stays cheap
     clip_wer: bool = False      # True: R_wer = max(0, 1 - WER); the paper does not clip

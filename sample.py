@@ -227,7 +227,7 @@ def main(words=None):
     parser.add_argument("--out", required=True)
     parser.add_argument("--stage", choices=("grow", "pretrain"), default="grow")
     parser.add_argument("--nfe", type=int, default=32)
-    parser.add_argument("--cfg-scale", type=float, default=1.5)
+    parser.add_argument("--cfg-scale", type=float, default=1.5, help="gamma; 0 is off")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(words)
     import toy

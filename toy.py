@@ -3,7 +3,7 @@
 eSpeak NG speaks sentences of a small grammar in many voices (the corpus) and a small frame-domain
 VAE turns speech into latents; toy_judges.py has the recognisers and speaker encoders that judge it.
 This is the stand-in for Emilia and Semantic-VAE at a size that fits two CPU cores. train.py owns
-the training loop (`run`), and nothing in model.py, sample.py or grow.py knows this file.
+the training loop (`Run.fit`), and nothing in model.py, rewards.py or grow.py knows this file.
 """
 
 import ctypes
@@ -279,7 +279,7 @@ class VAEConfig:
 
 
 class ToyVAE(nn.Module):
-    """The small VAE with the interface of vae.py: encode -> (mean, log-variance), decode, hop 400.
+    """The small VAE: encode -> (mean, log-variance), decode, hop 400.
 
     STFT in, ConvNeXt blocks at the frame rate, inverse-STFT head out (no transposed convolution).
     Latents that leave and enter are normalised per channel by statistics of the training data.

@@ -123,7 +123,8 @@ def convert(value, default, name):
     if wanted is tuple and isinstance(value, (list, tuple, str)):
         return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
     if wanted is dict and isinstance(value, dict):
-        return default | {k: convert(v, default.get(k, v), f"{name}.{k}") for k, v in value.items()}
+        return default | {k: convert(v, default.get(k, v), f"{name}.{k}")
+                          for k, v in value.items()}
     if type(value) is not wanted:
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}; "
                          f"wanted a {wanted.__name__} like {default!r}")
@@ -182,7 +183,7 @@ def differences(theirs, ours):
                      for k in sorted({*theirs, *ours}) if theirs.get(k) != ours.get(k))
 
 
-# ---------------------------------------------------------------- the training loop
+# ---------------------------------------------------------------- what the loop needs
 
 def step_generator(*key):
     """A CPU generator for this (seed, stage, step, ...): nothing random has another source."""
@@ -509,7 +510,7 @@ def load_ditar(run, stage="pretrain"):
 # ---------------------------------------------------------------- stages: GROW, evaluation
 
 def load_streams(run):
-    """The rewards that the config names. judges: name -> judge, all four toy ones."""
+    """The reward streams that the config gives a weight: name -> reward."""
     c, judges = run.config.rewards, load_judges(run)
     asr = judges["asr"] if c.asr == "toy" else rewards.Whisper(
         c.asr, run.device, c.lang, c.max_new_tokens)
@@ -519,7 +520,7 @@ def load_streams(run):
     unknown = sorted(set(c.weights) - set(streams))
     if unknown:
         raise ValueError(f"rewards.weights names {unknown}; the streams are {sorted(streams)}")
-    return {name: streams[name] for name, weight in c.weights.items() if weight != 0}, judges
+    return {name: streams[name] for name, weight in c.weights.items() if weight != 0}
 
 
 def make_prompt(vae, data, i, text, patch_frames):
@@ -553,8 +554,13 @@ class GrowTrainer:
         if c.prompts_per_step % run.world:
             raise ValueError(f"grow.prompts_per_step={c.prompts_per_step} does not divide over "
                              f"{run.world} ranks; use {round_up(c.prompts_per_step, run.world)}")
-        self.run, self.vae = run, load_vae(run)
-        self.streams, self.judges = load_streams(run)
+        ours = json.loads(json.dumps(asdict(run.config.model)))
+        theirs = run.load("pretrain")[1]["config"]["model"]
+        if theirs != ours:
+            raise ValueError(f"{run.find('pretrain')} has another model section: "
+                             f"{differences(theirs, ours)}; GROW starts from that model, so leave "
+                             "its fields alone or run stages=pretrain")
+        self.run, self.vae, self.streams = run, load_vae(run), load_streams(run)
         self.policy = load_ditar(run)
         self.policy.stop_head.requires_grad_(False)                 # no stop loss in RL
         self.reference = load_ditar(run).requires_grad_(False)

@@ -689,10 +689,12 @@ def test_sampling_settings_are_checked(word, message, micro, tmp_path, voice):
 
 def test_a_reward_without_a_stream_is_refused_and_the_named_ones_are_made(micro):
     run = train.open_run(micro.dir)
-    streams, judges = train.load_streams(run)
+    streams = train.load_streams(run)
     assert list(streams) == ["wer", "sim"]
-    assert set(judges) == {"asr", "asr_held", "speaker", "speaker_held"}
-    assert streams["wer"].asr is judges["asr"] and streams["sim"].speaker is judges["speaker"]
+    assert streams["wer"].asr.kind == "conv" and streams["sim"].speaker.kind == "attentive"
+    silent = replace(run.config.rewards, weights={"wer": 1.0, "sim": 0.0})
+    assert list(train.load_streams(SimpleNamespace(
+        config=replace(run.config, rewards=silent), load=run.load, device=run.device))) == ["wer"]
     for change, message in (
             ({"weights": {"wer": 1.0, "mos": 1.0}}, r"names \['mos'\]; the streams are"),
             ({"speaker": "wavlm"}, "the toy encoder is the only one so far")):
