@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -454,25 +455,29 @@ def train_ditar(run):
     model = DiTAR(m).to(run.device)
     model.aux = nn.Linear(m.lm.dim, m.patch_frames * m.latent_dim).to(run.device)
 
+    def row(step, slot):
+        """One row and its noise, a function of (seed, step, slot) alone: ids, (N, P, D) latents,
+        t and drop (K, N), x_0 (K, N, P, D)."""
+        g = run.generator("pretrain", step, slot)
+        i = int(torch.randint(len(latents), (1,), generator=g))
+        others = mates[data.speakers[i]]
+        j = others[int(torch.randint(len(others), (1,), generator=g))]
+        if float(torch.rand(1, generator=g)) < c.single_share:
+            text, x_1 = data.texts[i], latents[i]
+        else:
+            text, x_1 = f"{data.texts[i]} {data.texts[j]}", torch.cat((latents[i], latents[j]))
+        shape = (m.noise_mult, len(x_1))
+        return (toy.encode_text(text), x_1, torch.rand(shape, generator=g),
+                torch.rand(shape, generator=g) < m.drop_h,
+                torch.randn(*shape, *x_1.shape[1:], generator=g))
+
     def gradients(step):
-        g = run.generator("pretrain", step)
-        rows = torch.randint(len(latents), (c.pairs_per_step,), generator=g).tolist()
-        texts, patches = [], []
-        for i in rows:
-            others = mates[data.speakers[i]]
-            j = others[int(torch.randint(len(others), (1,), generator=g))]
-            alone = float(torch.rand(1, generator=g)) < c.single_share
-            texts.append(toy.encode_text(data.texts[i] if alone
-                                         else f"{data.texts[i]} {data.texts[j]}"))
-            patches.append(latents[i] if alone else torch.cat((latents[i], latents[j])))
-        text, text_len, x_1, n = collate(texts, patches)
-        shape = (m.noise_mult, *x_1.shape[:2])
-        t, drop = torch.rand(shape, generator=g), torch.rand(shape, generator=g) < m.drop_h
-        x_0 = torch.randn(*shape, *x_1.shape[2:], generator=g)
-        share = int(n.sum())                                        # patches of all ranks
-        mine = slice(run.rank, None, run.world)
-        text, text_len, x_1, n = (v[mine].to(run.device) for v in (text, text_len, x_1, n))
-        t, x_0, drop = (v[:, mine].to(run.device) for v in (t, x_0, drop))
+        rows = [row(step, slot) for slot in range(run.rank, c.pairs_per_step, run.world)]
+        texts, patches, *noise = zip(*rows)
+        text, text_len, x_1, n = (v.to(run.device) for v in collate(texts, patches))
+        t, drop, x_0 = (torch.stack([F.pad(v, (0, 0) * (v.ndim - 2) + (0, x_1.shape[1] - v.shape[1]))
+                                     for v in each], dim=1).to(run.device) for each in noise)
+        share = run.sum(int(n.sum()))                               # patches of all ranks
         with run.autocast():
             flow, stop, h = pretrain_loss(model, text, text_len, x_1, n, t, x_0, drop)
             valid = valid_patches(n, x_1.shape[1])
