@@ -10,10 +10,10 @@ import torch
 from train import GrowTrainer
 
 
-def profile(run, steps=3):
+def profile(run, world, steps=3):
     """Where a GROW step's time goes, and how far LocDiT is from this machine's matrix product."""
     c, s, m = run.config.grow, run.config.sample, run.config.model
-    trainer = GrowTrainer(run)
+    trainer = GrowTrainer(run, world)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     trainer.gradients(0)                                            # warm-up
     logs = [trainer.gradients(step) for step in range(1, steps + 1)]

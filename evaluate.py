@@ -12,7 +12,7 @@ The summary is always recomputed from the per-utterance files.
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,7 @@ class EvalConfig:
     batch: int = 128
     seed: int = 0               # of the noise, the same before and after
     keep_wavs: int = 6          # pairs of wav files to listen to
+    lists: dict = field(default_factory=dict)   # test sets: name -> list file; or the toy's split
 
 
 # ---------------------------------------------------------------- scoring

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 import rewards as reward_module
-from model import history_of, interpolate, pad_rows, round_up
+from model import draw_latents, history_of, interpolate, pad_rows, round_up
 from sample import decode_wavs, generate, guided
 
 
@@ -190,8 +190,9 @@ def grow_loss(policy, reference, batch, w, t, x_0, beta_w2, cfg_scale=None, tota
 
 # ---------------------------------------------------------------- one step
 
-def assemble(vae, prompts, utterances, wavs, c):
-    """Line 6: u = [x_ref || x^], x_1 = E(u). prompts, utterances, wavs: lists of R."""
+def assemble(vae, prompts, utterances, wavs, c, latent="mean", generators=None):
+    """Line 6: u = [x_ref || x^], x_1 = E(u). prompts, utterances, wavs, generators: lists of R;
+    latent: the posterior's mean, or a sample of it with each rollout's own generator."""
     P, D = prompts[0].latents.shape[1:]
     text_len = torch.tensor([len(p.token_ids) for p in prompts])
     n_prompt = torch.tensor([len(p.latents) for p in prompts])
@@ -209,8 +210,11 @@ def assemble(vae, prompts, utterances, wavs, c):
         for i, (p, wav) in enumerate(zip(prompts, wavs)):
             audio[i, :n[i] * P * hop] = torch.cat((p.wav, wav))
         for part in torch.arange(len(prompts)).split(32):
-            mean, _ = vae.encode(audio[part], n[part] * P * hop)    # (32, N*P, D)
-            patches[part] = mean.view(len(part), -1, P, D)
+            mean, log_var = vae.encode(audio[part].to(vae.latent_mean.device),
+                                       (n[part] * P * hop).to(vae.latent_mean.device))
+            for i, *posterior in zip(part.tolist(), mean.cpu(), log_var.cpu()):
+                x_1 = draw_latents(*posterior, latent, generators and generators[i])
+                patches[i] = x_1.view(-1, P, D)
     return Batch(text, text_len, patches, n_prompt, n)
 
 
@@ -285,7 +289,8 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
     # 6: assemble training data u = [x_ref || x^], x_1 = E(u)
     prompts = [g[0] for g in groups for _ in range(G)]
     utterances, wavs = [u for g in groups for u in g[1]], [x for g in groups for x in g[2]]
-    batch = assemble(vae, prompts, utterances, wavs, c)
+    batch = assemble(vae, prompts, utterances, wavs, c, policy.config.latent,
+                     [generator("encode", slot, k) for slot in sorted(kept) for k in range(G)])
     # 7: sample t and x_0; x_t and v* are formed in grow_loss
     n_max = int((batch.n - batch.n_prompt).max())
     t, x_0 = draw_noise(lambda slot, k: generator("noise", slot, k), sorted(kept), c, n_max,

@@ -21,7 +21,7 @@ Differs from the paper or fills what it leaves open:
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
@@ -45,6 +45,7 @@ class ModelConfig:
     vocab_size: int = 151_936   # Qwen3's tokenizer
     latent_dim: int = 64        # D, Semantic-VAE
     patch_frames: int = 4       # P
+    latent: str = "mean"        # x_1 is the VAE posterior's mean, or a sample of it (open)
     lm: TransformerConfig = TransformerConfig(layers=28, mlp_dim=3072)      # Qwen3-0.6B
     encoder: TransformerConfig = TransformerConfig()                        # aggregation
     locdit: TransformerConfig = TransformerConfig()                         # 120 M
@@ -52,6 +53,10 @@ class ModelConfig:
     drop_h: float = 0.1         # pretraining: share of patches whose h is zeroed (for guidance)
     stop_weight: float = 1.0    # pretraining: weight of the stop head's cross-entropy (open)
     noise_mult: int = 1         # pretraining: (t, x_0) draws per patch that share one LM pass
+
+    def __post_init__(self):
+        if self.latent not in ("mean", "sample"):
+            raise ValueError(f"model.latent={self.latent!r}; wanted mean or sample")
 
 
 # ---------------------------------------------------------------- the transformer
@@ -234,6 +239,20 @@ class Cache:
 
 # ---------------------------------------------------------------- DiTAR
 
+def qwen3_config(c):
+    """A transformers Qwen3Config in the names of TransformerConfig, with vocab_size. Raises
+    ValueError for what Block does not have: scaled rotary tables, biases, sliding windows."""
+    rope = c.rope_parameters
+    if rope.get("rope_type", "default") != "default" or c.attention_bias or any(
+            kind != "full_attention" for kind in c.layer_types) or c.hidden_act != "silu":
+        raise ValueError("this Qwen3 has scaled rotary tables, biases, a sliding window or another "
+                         "activation; Block has none of them: use one of the dense 0.6B to 32B")
+    return {"dim": c.hidden_size, "layers": c.num_hidden_layers, "heads": c.num_attention_heads,
+            "kv_heads": c.num_key_value_heads, "head_dim": c.head_dim,
+            "mlp_dim": c.intermediate_size, "rope_theta": rope["rope_theta"],
+            "norm_eps": c.rms_norm_eps, "vocab_size": c.vocab_size}
+
+
 class TimeEmbedding(nn.Module):
     """Sinusoids of 1000 t, then a small MLP: (M,) -> (M, C)."""
 
@@ -280,6 +299,29 @@ class DiTAR(nn.Module):
                                                      * len(stack.layers)) ** -0.5)
         nn.init.zeros_(self.locdit_out.weight)
         nn.init.zeros_(self.locdit_out.bias)
+
+    @classmethod
+    def from_qwen3(cls, name_or_path, config):
+        """A new DiTAR whose text embedding and LM have the released weights of a Qwen3 checkpoint.
+        name_or_path: hub id or folder; config: a ModelConfig, whose lm and vocab_size have to be the
+        checkpoint's. Raises ValueError where they are not, OSError if there is no checkpoint."""
+        from transformers import AutoConfig, Qwen3Model             # slow import
+        theirs = AutoConfig.from_pretrained(name_or_path)
+        if theirs.model_type != "qwen3":
+            raise ValueError(f"{name_or_path} is a {theirs.model_type} checkpoint; wanted qwen3")
+        there = qwen3_config(theirs)
+        here = asdict(config.lm) | {"vocab_size": config.vocab_size}
+        wrong = [f"{k} {there[k]} there, {here[k]} in the config" for k in here
+                 if here[k] != there[k]]
+        if wrong:
+            raise ValueError(f"{name_or_path} has another shape than model.lm: {', '.join(wrong)}; "
+                             "set these fields to the checkpoint's")
+        released = Qwen3Model.from_pretrained(name_or_path, dtype=torch.float32).state_dict()
+        model = cls(config)
+        model.embed.weight.data.copy_(released.pop("embed_tokens.weight"))
+        model.lm.load_state_dict({k.replace("self_attn.", "").replace("mlp.", ""): v
+                                  for k, v in released.items()})
+        return model
 
     # theta_a: text and past patches -> h
 
@@ -331,6 +373,14 @@ class DiTAR(nn.Module):
                             self.locdit_t(t)[:, None].expand(M, 1, -1),
                             self.locdit_history(history), self.locdit_in(x_t)), dim=1)
         return self.locdit_out(self.locdit(tokens, last=P))         # (M, P, D)
+
+
+def draw_latents(mean, log_var, latent, generator):
+    """x_1 from the VAE's posterior, (T, D) each: its mean, or a sample with the generator's noise."""
+    if latent == "mean":
+        return mean
+    noise = torch.randn(mean.shape, generator=generator).to(mean)
+    return mean + torch.exp(0.5 * log_var) * noise
 
 
 def history_of(patches):

@@ -14,7 +14,11 @@ each inside its group (Eq. (9)) and adds them with their weights lambda_r. Your 
     streams["loudness"] = loudness     # and a weight `loudness: 0.5` in RewardConfig.weights
 
 A judge behind a stream is any object with asr.transcribe(list of (S,)) -> list of str, or with
-speaker.embed(list of (S,)) -> (B, E) of unit norm.
+speaker.embed(list of (S,)) -> (B, E) of unit norm: those of judges.py, or the toy world's. Judge
+some recordings from the command line, with whichever judges you have:
+
+    python rewards.py a.wav b.wav --text "what they say" --asr WHISPER_FOLDER
+        [--speaker wavlm_large_finetune.pth --prompt voice.wav] [--utmos FILE] [--lang zh]
 
 Departures from the paper:
  1. A bad rollout (empty, too short, silent, non-finite) never reaches a judge: it scores 0 on
@@ -23,14 +27,22 @@ Departures from the paper:
     words push 1 - WER below 0, and it states no clip.
  3. error_unit "char" (off by default) rewards 1 - CER, a finer signal for small recognisers.
 """
+import argparse
 import contextlib
 import random
+import re
 import string
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jiwer
 import numpy as np
+import soundfile
+import soxr
 import torch
+
+from judges import (LANGS, MAX_NEW_TOKENS, MIN_SAMPLES, SAMPLE_RATE, UTMOS, Paraformer, RoutedASR,
+                    SpeakerVerifier, Whisper, check_lang, funasr_model, to_simplified)
 
 # Deleted, not replaced by a blank ("well-known" -> "wellknown"), as both public WER scripts do:
 # ASCII plus the 82 CJK marks of zhon.hanzi.punctuation. Full-width digits and letters stay.
@@ -42,36 +54,37 @@ CJK_PUNCTUATION = (
     "\u303e\u303f\u2013\u2014\u2018\u2019\u201b\u201c\u201d\u201e\u201f\u2026\u2027\ufe4f\ufe51"
     "\ufe54\u00b7\uff0e\uff01\uff1f\uff61\u3002")
 PUNCTUATION = string.punctuation + CJK_PUNCTUATION
-LANGS = ("en", "zh")
-
-SAMPLE_RATE = 16_000
-MIN_SAMPLES = 720       # 45 ms; shorter clips break the speaker network's frame pooling
+CJK_IDEOGRAPH = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.pth)(?<!\.pt)")  # org/name
 SILENCE_PEAK = 1e-4     # -80 dBFS; Whisper answers silence with made-up words, never with ""
-WHISPER_MAX_SAMPLES = 30 * SAMPLE_RATE  # the encoder's fixed window
-WHISPER_BATCH = 16      # clips per generate call; each costs the encoder a full 30 s window
 
 
 @dataclass(frozen=True)
 class RewardConfig:
     weights: dict = field(default_factory=lambda: {"wer": 1.0, "sim": 1.0})  # paper's lambda_r
     asr: str = "toy"            # "toy", or the folder or hub id of a Whisper checkpoint
-    speaker: str = "toy"        # only "toy" so far
-    lang: str = "en"            # "en" counts words, "zh" counts characters
+    zh_asr: str = "paraformer"  # for zh only: "paraformer" (the paper's), "whisper" (that of asr),
+    #                             or a folder or hub id: funasr's if "paraformer" is in the name
+    speaker: str = "toy"        # "toy", or the path of wavlm_large_finetune.pth
+    utmos: str = ""             # path of utmos22_strong_step7459_v1.pt; evaluation only
+    lang: str = "en"            # "en" counts words, "zh" characters; "auto": each text as it looks
     max_new_tokens: int = 128   # Whisper's cap, for rewards only: a looping rollout stays cheap
     clip_wer: bool = False      # True: R_wer = max(0, 1 - WER); the paper does not clip
     error_unit: str = "word"    # "word" is the paper's WER; "char" a finer reward, never a result
 
     def __post_init__(self):
-        check_lang(self.lang)
+        check_lang(self.lang, (*LANGS, "auto"))
+        if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}; use 1 to {MAX_NEW_TOKENS}")
         if self.error_unit not in ("word", "char"):
             raise ValueError(f"error_unit={self.error_unit!r} is unknown; use 'word' or 'char'")
 
 
 # ---- text ------------------------------------------------------------------------------------
 
-def check_lang(lang):
-    if lang not in LANGS:
-        raise ValueError(f"lang={lang!r} is unknown; use one of {', '.join(LANGS)}")
+def lang_of(text):
+    """"zh" if the text holds a Chinese character, else "en"."""
+    return "zh" if CJK_IDEOGRAPH.search(text) else "en"
 
 
 def normalize(text, lang="en", keep_apostrophe=False):
@@ -90,13 +103,12 @@ def normalize(text, lang="en", keep_apostrophe=False):
     return " ".join(text.split())
 
 
-def to_simplified(text):
-    """Traditional to simplified Chinese characters; Whisper may write either."""
-    try:
-        import zhconv
-    except ImportError as error:
-        raise ImportError("Chinese transcripts need zhconv; run: pip install zhconv") from error
-    return zhconv.convert(text, "zh-cn")
+def normalize_ref(ref, lang, keep_apostrophe=False):
+    """A reference as it is compared. Raises ValueError if nothing is left to count."""
+    ref_norm = normalize(ref, lang, keep_apostrophe)
+    if not ref_norm:  # jiwer 4 would return the number of inserted words instead
+        raise ValueError(f"reference text {ref!r} is empty once punctuation is deleted; remove it")
+    return ref_norm
 
 
 def normalize_pair(ref, hyp, lang, keep_apostrophe=False):
@@ -104,10 +116,7 @@ def normalize_pair(ref, hyp, lang, keep_apostrophe=False):
     if lang == "zh":  # the hypothesis only, as in both public scripts
         with contextlib.suppress(ImportError):  # Whisper refuses zh without zhconv; others may not
             hyp = to_simplified(hyp)            # need it (Paraformer writes simplified)
-    ref_norm = normalize(ref, lang, keep_apostrophe)
-    if not ref_norm:  # jiwer 4 would return the number of inserted words instead
-        raise ValueError(f"reference text {ref!r} is empty once punctuation is deleted; remove it")
-    return ref_norm, normalize(hyp, lang, keep_apostrophe)
+    return normalize_ref(ref, lang, keep_apostrophe), normalize(hyp, lang, keep_apostrophe)
 
 
 def word_errors(ref, hyp, lang="en", keep_apostrophe=False):
@@ -137,7 +146,28 @@ def cer(ref, hyp, lang="en"):
     return float(jiwer.process_characters(ref, hyp).cer)
 
 
-# ---- judges ----------------------------------------------------------------------------------
+# ---- audio and judges ------------------------------------------------------------------------
+
+def read_wav(path):
+    """An audio file as (S,) float32 at 16 kHz, not cropped. Channels are averaged and other rates
+    resampled (soxr), each with a note on the screen. Raises ValueError that names the file if it
+    cannot be read, is empty or holds NaN."""
+    try:
+        wav, rate = soundfile.read(path, dtype="float32", always_2d=True)         # (S, channels)
+    except (OSError, soundfile.LibsndfileError) as error:
+        raise ValueError(f"{path}: no readable audio file ({error})") from error
+    if wav.shape[1] > 1:
+        print(f"note: {path} has {wav.shape[1]} channels; their mean is used")
+    wav = wav.mean(axis=1)
+    if not np.isfinite(wav).all():
+        raise ValueError(f"{path} holds NaN or infinite samples; export it again")
+    if rate != SAMPLE_RATE:
+        print(f"note: {path} is at {rate} Hz; resampled to {SAMPLE_RATE} Hz")
+        wav = soxr.resample(wav, rate, SAMPLE_RATE)
+    if not len(wav):
+        raise ValueError(f"{path} is empty")
+    return torch.from_numpy(np.ascontiguousarray(wav, dtype=np.float32))
+
 
 def is_bad(wav):
     """True if there is nothing to judge in wav (S,): empty, too short, non-finite or silent."""
@@ -145,59 +175,62 @@ def is_bad(wav):
             or bool(wav.abs().max() < SILENCE_PEAK))
 
 
-class Whisper:
-    """Greedy Whisper through transformers, batched. Same transcript for any batching in float32.
+def check_judges(config):
+    """Raises FileNotFoundError or ImportError if a judge that the config names is not there.
+    Cheap: for the start of a run, hours before its first reward."""
+    names, files = {}, {"speaker": config.speaker, "utmos": config.utmos}
+    if config.lang != "zh" or config.zh_asr == "whisper":
+        names["asr"] = config.asr
+    if config.lang != "en" and config.zh_asr not in ("paraformer", "whisper"):
+        names["zh_asr"] = config.zh_asr
+    for field_name, name in names.items():
+        if not (name == "toy" or Path(name).exists() or HUB_ID.fullmatch(name)):
+            raise FileNotFoundError(f"{field_name}={name!r} is no folder here and no hub id "
+                                    "(org/name)")
+    for field_name, name in files.items():
+        if name not in ("", "toy") and not Path(name).is_file():
+            raise FileNotFoundError(f"{field_name}={name!r} is no file here")
+    if config.lang != "en":
+        if "paraformer" in config.zh_asr.lower():
+            funasr_model()
+        else:
+            to_simplified("")
 
-    name_or_path: a folder with a checkpoint in the transformers layout, or a hub id.
-    max_new_tokens: None (evaluation) leaves the checkpoint's limit.
-    truncated: how many clips so far were longer than 30 s and lost their end.
-    Raises OSError if the checkpoint is absent, ImportError for zh without zhconv.
+
+def load_asr(config, device="cpu", toy=None, cap=True):
+    """The recogniser that the config names; for lang "auto" its transcribe takes (wavs, langs).
+    toy: what "toy" stands for, English only. cap: False (evaluation) lifts max_new_tokens.
+    Raises as check_judges does, and as the judges do.
     """
+    check_judges(config)
+    if config.asr == "toy" and (config.lang != "zh" or config.zh_asr == "whisper"):
+        if config.lang == "en" and toy is not None:
+            return toy
+        raise ValueError(f"asr='toy' with lang={config.lang!r}: the toy recogniser serves the toy "
+                         "world's English only; name the folder or hub id of a Whisper")
+    limit = config.max_new_tokens if cap else None
+    with rng_untouched():   # funasr seeds every generator when it loads
+        if config.lang == "en" or config.zh_asr == "whisper":
+            return Whisper(config.asr, device, config.lang, limit)
+        if config.zh_asr == "paraformer":
+            zh = Paraformer(device=device)
+        elif "paraformer" in config.zh_asr.lower():
+            zh = Paraformer(config.zh_asr, device)
+        else:
+            zh = Whisper(config.zh_asr, device, "zh", limit)
+        if config.lang == "zh":
+            return zh
+        return RoutedASR({"en": Whisper(config.asr, device, "en", limit), "zh": zh})
 
-    def __init__(self, name_or_path, device="cpu", lang="en", max_new_tokens=None):
-        check_lang(lang)
-        if lang == "zh":
-            to_simplified("")  # fails now if zhconv is absent, not after the model has loaded
-        from transformers import WhisperForConditionalGeneration, WhisperProcessor  # slow import
-        # transformers 5 keeps the checkpoint's dtype, often float16, which is slow on a CPU.
-        dtype = torch.float32 if torch.device(device).type == "cpu" else "auto"
-        try:
-            model = WhisperForConditionalGeneration.from_pretrained(name_or_path, dtype=dtype)
-            self.processor = WhisperProcessor.from_pretrained(name_or_path)
-        except OSError as error:
-            raise OSError(
-                f"could not load Whisper from {str(name_or_path)!r}: give a folder with "
-                "config.json and weights, or, with network, a hub id") from error
-        self.model = model.to(device).eval().requires_grad_(False)
-        self.truncated = 0
-        self.generate_args = {"num_beams": 1, "do_sample": False}
-        if max_new_tokens is not None:
-            self.generate_args["max_new_tokens"] = max_new_tokens
-        # Without them a multilingual model guesses the language of each clip; *.en refuses them.
-        if self.model.generation_config.is_multilingual:
-            self.generate_args.update(language=lang, task="transcribe")
-        elif lang != "en":
-            raise ValueError(f"{name_or_path} knows English only, but lang={lang!r}; use a "
-                             "multilingual checkpoint")
 
-    @torch.no_grad()
-    def transcribe(self, wavs):
-        """wavs: list of (S,) float tensors at 16 kHz. Returns as many texts, in order."""
-        for wav in wavs:
-            if wav.dim() != 1:  # the processor would take (2, S) for two clips
-                raise ValueError(f"a waveform has shape {tuple(wav.shape)}; wanted mono (S,)")
-        self.truncated += sum(wav.numel() > WHISPER_MAX_SAMPLES for wav in wavs)
-        clips = [wav[:WHISPER_MAX_SAMPLES].float().cpu().numpy() for wav in wavs]
-        texts = []
-        for i in range(0, len(clips), WHISPER_BATCH):
-            inputs = self.processor(clips[i:i + WHISPER_BATCH], sampling_rate=SAMPLE_RATE,
-                                    return_tensors="pt", return_attention_mask=True)
-            features = inputs.input_features.to(self.model.device, self.model.dtype)
-            ids = self.model.generate(                     # features (B, mels, 3000 frames)
-                features, attention_mask=inputs.attention_mask.to(self.model.device),
-                **self.generate_args)                      # (B, tokens)
-            texts += self.processor.batch_decode(ids, skip_special_tokens=True)
-        return [text.strip() for text in texts]
+def load_speaker(config, device="cpu", toy=None):
+    """The speaker encoder that the config names; toy: what "toy" stands for."""
+    check_judges(config)
+    if config.speaker != "toy":
+        return SpeakerVerifier.load(config.speaker, device)
+    if toy is None:
+        raise ValueError("speaker='toy' serves the toy world only; name wavlm_large_finetune.pth")
+    return toy
 
 
 # ---- reward streams --------------------------------------------------------------------------
@@ -210,9 +243,12 @@ class WERReward:
 
     def __call__(self, wavs, texts, prompts):
         error_rate = cer if self.config.error_unit == "char" else wer
-        hyps = self.asr.transcribe(wavs)
-        rates = [error_rate(ref, hyp, self.config.lang)
-                 for ref, hyp in zip(texts, hyps, strict=True)]
+        auto = self.config.lang == "auto"
+        langs = [lang_of(text) if auto else self.config.lang for text in texts]
+        for text, lang in zip(texts, langs, strict=True):
+            normalize_ref(text, lang)   # refuse an empty text before the slow part
+        hyps = self.asr.transcribe(wavs, langs) if auto else self.asr.transcribe(wavs)
+        rates = [error_rate(*item) for item in zip(texts, hyps, langs, strict=True)]
         reward = 1 - torch.tensor(rates, dtype=torch.float32)                     # (B,)
         return reward.clamp(min=0) if self.config.clip_wer else reward
 
@@ -278,3 +314,59 @@ def score(streams, wavs, texts, prompts):
                                    f"{len(good)} finite numbers")
             rewards[name][good] = values
     return rewards, bad
+
+
+# ---- command line ----------------------------------------------------------------------------
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description="Judge recordings: transcript, WER, SIM, UTMOS.")
+    parser.add_argument("wavs", nargs="+", help="audio files")
+    parser.add_argument("--text", help="what all of them should say, for WER")
+    parser.add_argument("--lang", choices=LANGS, default="en")
+    parser.add_argument("--asr", help="folder or hub id of a Whisper; for zh also 'paraformer'")
+    parser.add_argument("--speaker", help="path of wavlm_large_finetune.pth")
+    parser.add_argument("--utmos", help="path of utmos22_strong_step7459_v1.pt")
+    parser.add_argument("--prompt", help="the voice for SIM; default: the other of two files")
+    args = parser.parse_args(words)
+    if not (args.asr or args.speaker or args.utmos):
+        raise ValueError("no judge given; add --asr, --speaker or --utmos")
+    if args.text is not None:
+        normalize_ref(args.text, args.lang)
+        if not args.asr:
+            raise ValueError("--text is for WER, which needs --asr")
+    if args.speaker and not args.prompt and len(args.wavs) != 2:
+        raise ValueError("--speaker compares with --prompt, or two files with each other")
+    config = RewardConfig(asr=args.asr or "toy", zh_asr=args.asr or "whisper",
+                          lang=args.lang if args.asr else "en",
+                          speaker=args.speaker or "toy", utmos=args.utmos or "")
+    wavs = {path: read_wav(path) for path in (*args.wavs, *filter(None, [args.prompt]))}
+    for path, wav in wavs.items():
+        if is_bad(wav):
+            raise ValueError(f"{path} is silent or shorter than 45 ms: nothing to judge")
+    check_judges(config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    audio = [wavs[path] for path in args.wavs]
+    asr, speaker, utmos = (
+        args.asr and load_asr(config, device, cap=False),
+        args.speaker and load_speaker(config, device),
+        args.utmos and UTMOS.load(args.utmos, device))
+    heard = asr.transcribe(audio) if asr else []
+    scores = utmos.score(audio).tolist() if utmos else []
+    others = [args.prompt] * len(audio) if args.prompt else args.wavs[::-1]
+    sims = SIMReward(speaker)(audio, None, [wavs[path] for path in others]) if speaker else []
+    for i, path in enumerate(args.wavs):
+        print(path)
+        if asr:
+            print(f"    transcript  {heard[i]}")
+        if args.text is not None:
+            errors, n = word_errors(args.text, heard[i], args.lang)
+            unit = "words" if args.lang == "en" else "characters"
+            print(f"    WER         {100 * errors / n:.2f} %  ({errors} errors in {n} {unit})")
+        if speaker:
+            print(f"    SIM         {sims[i]:.3f}  to {others[i]}")
+        if utmos:
+            print(f"    UTMOS       {scores[i]:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ A result depends on its own seed alone: not on the batch, its order, or the numb
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import soundfile
@@ -172,9 +172,9 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
 
 
 def decode_wavs(vae, prompts, utterances, context_patches=2):
-    """Waveforms of the generated parts: list of (n*P*hop,). The last `context_patches` of each
+    """Waveforms of the generated parts on the CPU: list of (n*P*hop,). The last `context_patches` of each
     prompt go through the decoder in front, so that its receptive field has no hard edge."""
-    wavs = []
+    wavs, device = [], vae.latent_mean.device
     for i in range(0, len(utterances), 32):
         rows = [torch.cat((p[-context_patches:].to(u.latents), u.latents)).flatten(0, 1)
                 for p, u in zip(prompts[i:i + 32], utterances[i:i + 32])]       # (T, D) each
@@ -182,7 +182,7 @@ def decode_wavs(vae, prompts, utterances, context_patches=2):
         batch = torch.zeros(len(rows), round_up(lengths.max(), 32), rows[0].shape[1])
         for row, x in zip(batch, rows):
             row[:len(x)] = x
-        audio = vae.decode(batch, lengths)                          # (32, T*hop)
+        audio = vae.decode(batch.to(device), lengths.to(device)).cpu()              # (32, T*hop)
         hop = audio.shape[1] // batch.shape[1]
         for wav, length, u in zip(audio, lengths.tolist(), utterances[i:i + 32]):
             n = u.latents.shape[0] * u.latents.shape[1]
@@ -223,37 +223,30 @@ def main(words=None):
     parser.add_argument("--ckpt", required=True, help="output folder of train.py")
     parser.add_argument("--text", required=True)
     parser.add_argument("--prompt", required=True, help="wav of the voice to speak in")
-    parser.add_argument("--prompt-text", help="what it says; default: the toy recogniser's reading")
+    parser.add_argument("--prompt-text", help="what it says; default: the recogniser's reading")
     parser.add_argument("--out", required=True)
     parser.add_argument("--stage", choices=("grow", "pretrain"), default="grow")
     parser.add_argument("--nfe", type=int, default=32)
-    parser.add_argument("--cfg-scale", type=float, default=1.5, help="gamma; 0 is off")
+    parser.add_argument("--cfg-scale", type=float, help="gamma; 0 is off; default: the run's")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(words)
-    import toy
-    from rewards import normalize
-    from toy import load_vae
-    from toy_judges import load_judges
     from train import load_ditar, open_run
-    sample = SampleConfig(nfe=args.nfe, cfg_scale=args.cfg_scale)
-    text = normalize(args.text, "en")
-    toy.encode_text(text)                                           # refuse before the slow part
-    strange = sorted(set(text.split()) - set(toy.WORDS))
-    if strange:
-        print(f"note: the toy model never heard {strange}; expect babble there")
-    wav = read_prompt(args.prompt)
+    from worlds import make_world
     run = open_run(args.ckpt)
-    prompt_text = args.prompt_text
-    if prompt_text is None:
-        prompt_text = load_judges(run)["asr"].transcribe([wav])[0]
+    world, c = make_world(run), run.config.sample
+    c = replace(c, nfe=args.nfe,
+                cfg_scale=c.cfg_scale if args.cfg_scale is None else args.cfg_scale)
+    text, wav = world.clean(args.text), read_prompt(args.prompt)   # refuse before the slow part
+    if args.prompt_text is None:
+        prompt_text = world.transcribe(wav)
         print(f"note: no --prompt-text; the recogniser hears {prompt_text!r}")
-    vae, model = load_vae(run), load_ditar(run, args.stage)
-    ids = toy.encode_text(f"{normalize(prompt_text, 'en')} {text}")
-    latents = vae.encode(wav[None])[0][0].view(-1, model.config.patch_frames,
-                                               model.config.latent_dim)
-    out = generate(model, [ids], [latents], [sample.cap(len(text))], [args.seed], nfe=sample.nfe,
-                   cfg_scale=sample.cfg_scale, sway=sample.sway)
-    speech = decode_wavs(vae, [latents], out)[0]
+    else:
+        prompt_text = world.clean(args.prompt_text)
+    model = load_ditar(run, args.stage)
+    prompt = world.make_prompt(wav, prompt_text, text)
+    out = generate(model, [prompt.token_ids], [prompt.latents], [c.cap(prompt.n_target)],
+                   [args.seed], nfe=c.nfe, cfg_scale=c.cfg_scale, sway=c.sway)
+    speech = decode_wavs(world.vae, [prompt.latents], out)[0]
     soundfile.write(args.out, speech.numpy(), SAMPLE_RATE)
     end = "" if out[0].stopped else ", cut at the length cap"
     print(f"{args.out}: {len(speech) / SAMPLE_RATE:.2f} s{end}")

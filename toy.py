@@ -384,7 +384,7 @@ def train_vae(run):
             wavs.append(wav[at:at + 16_000])
         noise = torch.randn(c.batch, 40, c.latent_dim, generator=g)
         loss, logs = vae_loss(vae, torch.stack(wavs), noise)
-        (loss / run.world).backward()       # every rank does the same batch
+        (loss / run.ranks).backward()       # every rank does the same batch
         return logs
 
     weights = run.fit("vae", vae, gradients, c.steps, c.lr, warmup=100, hold=0.3, ema=0.999)

@@ -182,7 +182,7 @@ def train_judges(run):
             else:
                 loss = speaker_loss(module, module.classes, wavs, lengths,
                                         torch.from_numpy(data.speakers[rows]))
-            (loss / run.world).backward()   # every rank does the same batch
+            (loss / run.ranks).backward()   # every rank does the same batch
             return {"loss": loss.item()}
 
         weights = run.fit("judges", module, gradients, steps, c.lr, warmup=100, hold=0.3,

@@ -1,5 +1,6 @@
 """What rewards.py promises: text normalisation and WER, bad rollouts, judges and streams."""
 import random
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -7,16 +8,12 @@ from pathlib import Path
 import jiwer
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 import rewards
-from rewards import (RewardConfig, SIMReward, WERReward, Whisper, cer, is_bad, normalize, score,
-                     wer, word_errors)
-
-MODELS = Path(__file__).resolve().parents[2] / "shared" / "models"
-WHISPER, SPEECH = MODELS / "whisper-tiny.en", MODELS / "speech"
-needs_whisper = pytest.mark.skipif(not (WHISPER.is_dir() and SPEECH.is_dir()),
-                                   reason=f"needs {WHISPER} and {SPEECH}")
+from rewards import (RewardConfig, SIMReward, WERReward, cer, check_judges, is_bad, lang_of,
+                     load_asr, load_speaker, normalize, read_wav, score, wer, word_errors)
 
 
 @pytest.fixture
@@ -74,6 +71,7 @@ def bad_clips():
 
 @pytest.mark.parametrize("ref, hyp, lang, expected", [
     ("The primary coil has fifty turns.", "The primary coil has 50 turns.", "en", 1 / 6),
+    ("A Type One error was made.", "a type 1 error was made", "en", 1 / 6),
     ("hello there", "", "en", 1.0),
     ("hello there", "...", "en", 1.0),
     ("yes", "yes yes yes", "en", 2.0),
@@ -83,6 +81,7 @@ def bad_clips():
     ("He left \u2014 then came back.", "He left, then came back.", "en", 0.0),
     ("a  b   c", " a b c ", "en", 0.0),
     ("你好", "", "zh", 1.0),
+    ("你好", "。", "zh", 1.0),
     ("好", "好好好", "zh", 2.0),
     ("你好，世界！", "你好世界", "zh", 0.0),
     ("你好，世界！", "你 好 世 界", "zh", 0.0),
@@ -164,9 +163,12 @@ def test_an_empty_reference_is_an_error_that_names_the_text(ref, lang, rate):
 
 def test_unknown_settings_are_refused():
     for call in (lambda: normalize("a", "de"), lambda: wer("a", "a", "EN"),
-                 lambda: RewardConfig(lang="fr")):
+                 lambda: wer("a", "a", "auto"), lambda: RewardConfig(lang="fr")):
         with pytest.raises(ValueError, match="lang=.* is unknown; use one of en, zh"):
             call()
+    for tokens in (0, 445):
+        with pytest.raises(ValueError, match=f"max_new_tokens={tokens}; use 1 to 444"):
+            RewardConfig(max_new_tokens=tokens)
     with pytest.raises(ValueError, match="error_unit='phone' is unknown"):
         RewardConfig(error_unit="phone")
 
@@ -186,11 +188,6 @@ def test_only_the_hypothesis_becomes_simplified(fake_zhconv):
 def test_real_zhconv_simplifies():
     pytest.importorskip("zhconv", reason="zhconv not installed")
     assert wer("这是一个测试", "這是一個測試", "zh") == 0.0
-
-
-def test_whisper_refuses_chinese_without_zhconv_before_loading_anything(no_zhconv):
-    with pytest.raises(ImportError, match="pip install zhconv"):
-        Whisper("there/is-no-such-model", lang="zh")
 
 
 def test_cer_agrees_with_hand_counts():
@@ -357,92 +354,231 @@ def test_the_default_weights_are_the_papers_and_not_shared():
     assert RewardConfig().weights["wer"] == 1.0
 
 
-# ---- Whisper -----------------------------------------------------------------------------------
+# ---- languages ---------------------------------------------------------------------------------
 
-def test_a_missing_checkpoint_says_what_to_give(tmp_path):
-    for folder in (tmp_path / "absent", tmp_path):  # no folder; a folder without a checkpoint
-        with pytest.raises(OSError, match="could not load Whisper from .*config.json") as error:
-            Whisper(str(folder))
-        assert str(folder) in str(error.value)
-
-
-@pytest.fixture(scope="module")
-def whisper():
-    return Whisper(str(WHISPER), max_new_tokens=64)
+@pytest.mark.parametrize("text, lang", [
+    ("Hello, world!", "en"), ("", "en"), ("“Café” — 50 ％，。", "en"), ("你好", "zh"),
+    ("OK 吗?", "zh"), ("㐀", "zh"), ("\U00020000", "zh"), ("豈", "zh"), ("カナ", "en"),
+])
+def test_a_text_with_a_chinese_character_is_chinese(text, lang):
+    assert lang_of(text) == lang
 
 
-@pytest.fixture(scope="module")
-def speech():
-    sf = pytest.importorskip("soundfile", reason="reading the clips needs soundfile")
-    clips = {}
-    for path in sorted(SPEECH.glob("*.wav")):
-        data, rate = sf.read(path, dtype="float32")
-        assert rate == rewards.SAMPLE_RATE
-        clips[path.stem] = torch.from_numpy(data), path.with_suffix(".txt").read_text().strip()
-    return clips
+class StubMixedASR:
+    """Hears the word that the first sample indexes, and remembers the languages."""
+    def __init__(self, words):
+        self.words, self.langs = words, []
+
+    def transcribe(self, wavs, langs):
+        self.langs.append(list(langs))
+        return [self.words[int(wav[0])] for wav in wavs]
 
 
-@needs_whisper
-def test_whisper_hears_real_speech_and_one_by_one_what_it_hears_in_a_batch(whisper, speech,
-                                                                           monkeypatch):
-    wavs = [wav for wav, _ in speech.values()]
-    assert {parameter.dtype for parameter in whisper.model.parameters()} == {torch.float32}
-    assert not whisper.model.training
-    assert not any(parameter.requires_grad for parameter in whisper.model.parameters())
+def test_auto_counts_each_text_in_its_language_and_tells_the_recogniser(no_zhconv):
+    asr = StubMixedASR(["the cat", "她在那儿"])
+    wavs, texts = [clip(0.0), clip(1.0), clip(0.0)], ["The dog.", "他在那儿。", "The cat!"]
+    streams = {"wer": WERReward(asr, RewardConfig(lang="auto"))}
+    out, _ = score(streams, wavs, texts, [clip(0.0)] * 3)
+    assert out["wer"].tolist() == [0.5, 0.75, 1.0]
+    assert asr.langs == [["en", "zh", "en"]]
+
+
+def test_a_forced_language_wins_over_what_the_text_looks_like():
+    reward = WERReward(StubASR(["ab"]), RewardConfig(lang="zh"))
+    assert reward([clip(0.0)], ["a b"], [clip(0.0)]).tolist() == [1.0]
+
+
+def test_an_empty_target_text_is_refused_before_the_recogniser_works():
+    class Forbidden:
+        def transcribe(self, wavs):
+            raise AssertionError("called")
+    with pytest.raises(ValueError, match="reference text '...' is empty"):
+        score({"wer": WERReward(Forbidden(), RewardConfig())}, [clip(0.0)] * 2, ["a", "..."],
+              [clip(0.0)] * 2)
+
+
+# ---- judges by name ----------------------------------------------------------------------------
+
+def test_toy_judges_are_the_ones_handed_in_and_english_only():
+    asr, speaker = object(), object()
+    assert load_asr(RewardConfig(), "cpu", asr) is asr
+    assert load_speaker(RewardConfig(), "cpu", speaker) is speaker
+    for config, toy in ((RewardConfig(), None), (RewardConfig(lang="zh", zh_asr="whisper"), asr)):
+        with pytest.raises((ValueError, ImportError), match="toy recogniser serves|zhconv"):
+            load_asr(config, "cpu", toy)
+    with pytest.raises(ValueError, match="toy world only; name wavlm_large_finetune.pth"):
+        load_speaker(RewardConfig())
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"asr": "absent"}, "asr='absent' is no folder here and no hub id"),
+    ({"asr": "./absent/whisper"}, "asr='./absent/whisper' is no folder"),
+    ({"asr": "a/b/c"}, "asr='a/b/c' is no folder"),
+    ({"asr": "models/whisper.pt"}, "asr='models/whisper.pt' is no folder"),
+    ({"lang": "zh", "zh_asr": "paraformer-zh"}, "zh_asr='paraformer-zh' is no folder"),
+    ({"speaker": "org/name"}, "speaker='org/name' is no file here"),
+    ({"speaker": "wavlm_large_finetune.pth"}, "is no file here"),
+    ({"utmos": "utmos.pt"}, "utmos='utmos.pt' is no file here"),
+])
+def test_a_missing_judge_is_an_error_that_names_its_field(settings, message, fake_zhconv):
+    with pytest.raises(FileNotFoundError, match=message):
+        check_judges(RewardConfig(**settings))
+
+
+def test_a_judge_that_is_there_passes_and_the_other_languages_judge_is_not_asked_for(
+        tmp_path, no_zhconv, fake_zhconv):
+    checkpoint = tmp_path / "x.pth"
+    checkpoint.write_bytes(b"")
+    check_judges(RewardConfig(asr=str(tmp_path), speaker=str(checkpoint), utmos=str(checkpoint),
+                              zh_asr="absent"))
+    check_judges(RewardConfig(asr="openai/whisper-large-v3"))
+    check_judges(RewardConfig(asr="absent", lang="zh", zh_asr="openai/whisper-large-v3"))
+    check_judges(RewardConfig(asr="openai/whisper-large-v3", lang="auto", zh_asr="whisper"))
+
+
+def test_chinese_without_its_packages_is_refused_at_the_start(no_zhconv, monkeypatch):
+    monkeypatch.setitem(sys.modules, "funasr", None)  # import funasr now fails
+    with pytest.raises(ImportError, match="pip install zhconv"):
+        check_judges(RewardConfig(lang="auto", asr="a/b", zh_asr="whisper"))
+    with pytest.raises(ImportError, match="(?s)pip install funasr.*zh_asr: whisper"):
+        check_judges(RewardConfig(lang="zh", asr="a/b"))
+
+
+class Recorded:
+    """Stands for a judge class and remembers what it was made with."""
+    def __init__(self, *args, **kwargs):
+        self.args = args, kwargs
+        torch.manual_seed(1)    # as funasr does
+
+
+@pytest.mark.parametrize("settings, cap, expected", [
+    ({}, True, ("W", "o/en", "en", 128)),
+    ({"max_new_tokens": 9}, True, ("W", "o/en", "en", 9)),
+    ({}, False, ("W", "o/en", "en", None)),
+    ({"lang": "zh", "zh_asr": "whisper"}, True, ("W", "o/en", "zh", 128)),
+    ({"lang": "auto", "zh_asr": "whisper"}, True, ("W", "o/en", "auto", 128)),
+    ({"lang": "zh"}, True, ("P", None)),
+    ({"lang": "zh", "zh_asr": "o/Paraformer-x"}, True, ("P", "o/Paraformer-x")),
+    ({"lang": "zh", "zh_asr": "o/zh"}, True, ("W", "o/zh", "zh", 128)),
+    ({"lang": "auto"}, True, {"en": ("W", "o/en", "en", 128), "zh": ("P", None)}),
+    ({"lang": "auto", "zh_asr": "o/zh"}, False,
+     {"en": ("W", "o/en", "en", None), "zh": ("W", "o/zh", "zh", None)}),
+])
+def test_the_config_names_the_recognisers(settings, cap, expected, monkeypatch, fake_zhconv):
+    class W(Recorded):
+        def __init__(self, name, device, lang, limit):
+            super().__init__()
+            self.name = "W", name, lang, limit
+
+    class P(Recorded):
+        def __init__(self, name=None, device="cpu"):
+            super().__init__()
+            self.name = "P", name
+    monkeypatch.setattr(rewards, "Whisper", W)
+    monkeypatch.setattr(rewards, "Paraformer", P)
+    monkeypatch.setitem(sys.modules, "funasr", types.SimpleNamespace(AutoModel=None))
     before = rng_states()
-    heard = dict(zip(speech, whisper.transcribe(wavs), strict=True))
+    asr = load_asr(RewardConfig(asr="o/en", **settings), cap=cap)
     assert torch.equal(before[0], rng_states()[0])
-    for name in ("hello_world", "quick_brown_fox"):
-        assert wer(speech[name][1], heard[name]) <= 0.2, heard
-    # "One two three ..." comes back as digits, and digits are not words: no number normalisation.
-    assert "".join(filter(str.isdigit, heard["counting"])) == "12345678910", heard
-    assert wer(speech["counting"][1], heard["counting"]) >= 0.9
-    monkeypatch.setattr(rewards, "WHISPER_BATCH", 1)
-    assert whisper.transcribe(wavs) == list(heard.values())
-    assert whisper.truncated == 0
-    assert whisper.transcribe([]) == []
+    if isinstance(expected, dict):
+        assert {lang: judge.name for lang, judge in asr.judges.items()} == expected
+    else:
+        assert asr.name == expected
 
 
-@needs_whisper
-def test_whisper_counts_clips_over_30_seconds_and_drops_their_end(whisper, speech):
-    wav, text = speech["hello_world"]
-    limit = rewards.WHISPER_MAX_SAMPLES
-    long = torch.cat([wav, torch.zeros(limit - wav.numel()), speech["quick_brown_fox"][0]])
-    before = whisper.truncated
-    heard = whisper.transcribe([long, long[:limit]])
-    assert whisper.truncated == before + 1
-    assert heard[0] == heard[1] and wer(text, heard[0]) == 0.0
-    with pytest.raises(ValueError, match=r"shape \(2, 800\)"):
-        whisper.transcribe([torch.ones(2, 800)])
+# ---- audio files and the command line ----------------------------------------------------------
+
+def write(path, data, rate=16_000):
+    soundfile.write(path, np.asarray(data, dtype=np.float32), rate, subtype="FLOAT")
+    return str(path)
 
 
-@needs_whisper
-def test_the_token_cap_shortens_a_transcript(whisper, speech, monkeypatch):
-    monkeypatch.setitem(whisper.generate_args, "max_new_tokens", 3)
-    capped, = whisper.transcribe([speech["quick_brown_fox"][0]])
-    assert 0 < len(capped.split()) <= 3
+def tone(rate, sec=0.5, hz=1000, gain=0.5):
+    return gain * np.sin(2 * np.pi * hz * np.arange(int(rate * sec)) / rate)
 
 
-@needs_whisper
-def test_language_goes_to_multilingual_checkpoints_only(whisper, monkeypatch, fake_zhconv):
-    assert "language" not in whisper.generate_args and "task" not in whisper.generate_args
-    with pytest.raises(ValueError, match="knows English only, but lang='zh'"):
-        Whisper(str(WHISPER), lang="zh")
-    monkeypatch.setattr(whisper.model.generation_config, "is_multilingual", True)
-    from transformers import WhisperForConditionalGeneration
-    monkeypatch.setattr(WhisperForConditionalGeneration, "from_pretrained",
-                        lambda *args, **kwargs: whisper.model)
-    multilingual = Whisper(str(WHISPER), lang="zh")
-    assert multilingual.generate_args["language"] == "zh"
-    assert multilingual.generate_args["task"] == "transcribe"
-    assert "max_new_tokens" not in multilingual.generate_args
+def test_read_wav_leaves_16_khz_mono_as_it_is(tmp_path, capsys):
+    wav = read_wav(write(tmp_path / "a.wav", tone(16_000)))
+    assert wav.dtype == torch.float32 and wav.shape == (8000,) and capsys.readouterr().out == ""
+    np.testing.assert_array_equal(wav.numpy(), tone(16_000).astype(np.float32))
 
 
-@needs_whisper
-def test_whisper_drives_the_wer_reward(whisper, speech):
-    wavs = [speech["hello_world"][0], torch.zeros(16_000), speech["quick_brown_fox"][0]]
-    streams = {"wer": WERReward(whisper, RewardConfig())}
-    out, bad = score(streams, wavs, ["Hello world."] * 3, [wavs[0]] * 3)
-    assert bad.tolist() == [False, True, False]
-    assert out["wer"][0] == 1.0 and out["wer"][1] == 0.0
-    assert out["wer"][2] == 1 - 9 / 2  # nine wrong words against two
+def test_read_wav_averages_channels_and_resamples_with_a_note(tmp_path, capsys):
+    stereo = np.stack([2 * tone(24_000), 0 * tone(24_000)], axis=1)
+    wav = read_wav(write(tmp_path / "b.wav", stereo, 24_000))
+    assert wav.shape == (8000,)
+    middle = slice(1000, 7000)
+    np.testing.assert_allclose(wav[middle].numpy(), tone(16_000)[middle], atol=5e-3)
+    out = capsys.readouterr().out
+    assert "b.wav has 2 channels; their mean is used" in out
+    assert "b.wav is at 24000 Hz; resampled to 16000 Hz" in out
+
+
+@pytest.mark.parametrize("kind, message", [
+    ("absent", "no readable audio file"), ("text", "no readable audio file"),
+    ("cut", "no readable audio file|is empty"), ("nan", "holds NaN or infinite samples"),
+    ("empty", "is empty"),
+])
+def test_read_wav_names_the_file_that_it_cannot_use(tmp_path, kind, message):
+    path = tmp_path / "x.wav"
+    if kind == "text":
+        path.write_text("hello")
+    elif kind == "cut":
+        write(path, tone(16_000))
+        path.write_bytes(path.read_bytes()[:30])
+    elif kind != "absent":
+        write(path, [0.1, float("nan")] if kind == "nan" else [])
+    with pytest.raises(ValueError, match=message) as error:
+        read_wav(str(path))
+    assert str(path) in str(error.value)
+
+
+@pytest.fixture
+def stub_judges(monkeypatch):
+    class Scores:
+        def score(self, wavs):
+            return torch.tensor([3.0 + i for i in range(len(wavs))])
+    monkeypatch.setattr(rewards, "load_asr", lambda *a, **k: StubASR(["hello there"]))
+    monkeypatch.setattr(rewards, "load_speaker", lambda *a, **k: StubSpeaker())
+    monkeypatch.setattr(rewards.UTMOS, "load", lambda *a, **k: Scores())
+    monkeypatch.setattr(rewards, "check_judges", lambda config: None)
+
+
+def test_the_command_line_prints_each_score_of_each_file(tmp_path, capsys, stub_judges):
+    a, b = (write(tmp_path / f"{name}.wav", clip(first).numpy())
+            for name, first in (("a", 0.0), ("b", 0.5)))
+    rewards.main([a, b, "--text", "Hello, Tom!", "--asr", "x", "--speaker", "y", "--utmos", "z"])
+    score_lines = ["    transcript  hello there", "    WER         50.00 %  (1 errors in 2 words)"]
+    assert capsys.readouterr().out.splitlines() == [
+        a, *score_lines, f"    SIM         0.878  to {b}", "    UTMOS       3.00",
+        b, *score_lines, f"    SIM         0.878  to {a}", "    UTMOS       4.00"]
+    rewards.main([b, "--prompt", b, "--speaker", "y"])      # only what was asked for
+    assert capsys.readouterr().out.splitlines() == [b, f"    SIM         1.000  to {b}"]
+
+
+@pytest.mark.parametrize("words, message", [
+    ([], "no judge given; add --asr, --speaker or --utmos"),
+    (["--asr", "x", "--text", "..."], "reference text '...' is empty"),
+    (["--utmos", "x", "--text", "a"], "--text is for WER, which needs --asr"),
+    (["--speaker", "x"], "--speaker compares with --prompt, or two files"),
+])
+def test_the_command_line_refuses_nonsense_before_it_reads_anything(words, message):
+    with pytest.raises(ValueError, match=message):
+        rewards.main(["absent.wav", *words])
+
+
+def test_the_command_line_refuses_silence_and_absent_judges(tmp_path):
+    silent, good = (write(tmp_path / f"{i}.wav", np.full(800, i * 0.1)) for i in range(2))
+    with pytest.raises(ValueError, match="0.wav is silent or shorter than 45 ms"):
+        rewards.main([silent, "--asr", "x"])
+    with pytest.raises(FileNotFoundError, match="asr='x' is no folder here"):
+        rewards.main([good, "--asr", "x"])
+    with pytest.raises(FileNotFoundError, match="speaker='x.pth' is no file here"):
+        rewards.main([good, "--prompt", good, "--speaker", "x.pth", "--lang", "zh"])
+
+
+def test_the_script_runs_by_itself():
+    script = Path(rewards.__file__)
+    done = subprocess.run([sys.executable, script.name, "--help"], cwd=script.parent,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and "--speaker" in done.stdout

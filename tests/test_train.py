@@ -21,8 +21,11 @@ import torch.nn as nn
 import evaluate
 import sample
 import toy
+import run as run_module
 import train
-from train import Averaged, Config, Run, load_config, load_tensors, schedule, step_generator
+from config import Config, build, load_config
+from run import Averaged, Run, load_tensors, save_tensors, schedule, step_generator
+from worlds import ToyWorld
 
 ROOT = Path(__file__).resolve().parents[1]
 MICRO = str(ROOT / "tests" / "micro.yaml")
@@ -42,7 +45,7 @@ def yaml_file(tmp_path):
 
 @pytest.mark.parametrize("text, message", (
     ("sead: 1", "unknown config key 'sead'; did you mean seed?"),
-    ("zzz: 1", "unknown config key 'zzz'; known are out_dir, weights_dir"),
+    ("zzz: 1", "unknown config key 'zzz'; known are out_dir, world, weights_dir"),
     ("grow: {lrr: 1}", "unknown config key 'grow.lrr'; did you mean grow.lr?"),
     ("model: {lm: {dims: 8}}", "unknown config key 'model.lm.dims'; did you mean model.lm.dim?"),
     ("grow: 3", "grow is a section; set its fields, e.g. grow.steps="),
@@ -101,7 +104,7 @@ def test_an_empty_file_is_the_default_config(yaml_file):
 @pytest.mark.parametrize("name", ("toy.yaml", "tests/micro.yaml"))
 def test_the_configs_of_this_repository_load_and_survive_json(name):
     c = load_config(str(ROOT / name))
-    assert train.build(Config, json.loads(json.dumps(asdict(c)))) == c
+    assert build(Config, json.loads(json.dumps(asdict(c)))) == c
 
 
 def test_a_missing_config_file_and_an_unknown_stage_are_refused(tmp_path):
@@ -153,7 +156,7 @@ def test_tensors_and_metadata_survive_saving(tmp_path):
     path = tmp_path / "deep" / "x.safetensors"
     tensors = {"a": torch.randn(3, 4).T, "h": torch.randn(5).half(), "i": torch.arange(3)}
     meta = {"config": {"grow": {"lr": 1e-4}}, "scores": {}, "seconds": 1.5}
-    train.save_tensors(path, tensors, meta)
+    save_tensors(path, tensors, meta)
     back, back_meta = load_tensors(path)
     assert back_meta == meta and list(path.parent.iterdir()) == [path]      # no scratch file
     assert torch.equal(back["a"], tensors["a"]) and torch.equal(back["i"], tensors["i"])
@@ -162,18 +165,20 @@ def test_tensors_and_metadata_survive_saving(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "x.safetensors"
-    train.save_tensors(path, {"a": torch.zeros(2)}, {})
-    monkeypatch.setattr(train, "save_file", lambda tensors, where, metadata: (
+    save_tensors(path, {"a": torch.zeros(2)}, {})
+    monkeypatch.setattr(run_module, "save_file", lambda tensors, where, metadata: (
         Path(where).write_bytes(b"half"), 1 / 0))
-    with pytest.raises(ZeroDivisionError):
-        train.save_tensors(path, {"a": torch.ones(2)}, {})
+    with pytest.raises(OSError, match="could not write .*x.safetensors .division by zero.; what was "
+                                      "there before is untouched"):
+        save_tensors(path, {"a": torch.ones(2)}, {})
+    assert list(tmp_path.iterdir()) == [path]                       # no half-written file stays
     assert torch.equal(load_tensors(path)[0]["a"], torch.zeros(2))
 
 
 @pytest.mark.parametrize("damage", ("cut tail", "cut head", "text", "empty", "missing"))
 def test_a_file_that_cannot_be_read_is_named(damage, tmp_path):
     path = tmp_path / "vae.safetensors"
-    train.save_tensors(path, {"a": torch.randn(100)}, {"step": 1})
+    save_tensors(path, {"a": torch.randn(100)}, {"step": 1})
     data = path.read_bytes()
     path.write_bytes({"cut tail": data[:-10], "cut head": data[:20], "text": b"hello " * 50}.get(
         damage, b""))
@@ -221,19 +226,20 @@ def test_a_missing_stage_says_where_it_was_sought_and_out_dir_comes_first(tmp_pa
     assert run.load("vae")[0]["a"] == 2
 
 
-@pytest.mark.parametrize("prompts, world, message", (
-    (2, 4, "grow.prompts_per_step=2 does not divide over 4 ranks; use 4"),
-    (10, 4, "grow.prompts_per_step=10 does not divide over 4 ranks; use 12")))
-def test_groups_that_do_not_divide_over_ranks_are_refused_before_loading(prompts, world, message,
-                                                                         tmp_path):
-    run = micro_run(tmp_path, f"grow.prompts_per_step={prompts}")
-    run.world = world
+@pytest.mark.parametrize("word, ranks, message", (
+    ("grow.prompts_per_step=2", 4, "grow.prompts_per_step=2 does not divide over 4 ranks; use 4"),
+    ("grow.prompts_per_step=10", 4, "grow.prompts_per_step=10 does not divide over 4 ranks; use 12"),
+    ("stages=pretrain", 3, "pretrain.pairs_per_step=4 does not divide over 3 ranks; use 6")))
+def test_work_that_does_not_divide_over_ranks_is_refused_before_any(word, ranks, message, tmp_path,
+                                                                    monkeypatch):
+    class OfMany(Run):
+        def __init__(self, config, command):
+            super().__init__(config, command)
+            self.ranks = ranks
+    monkeypatch.setattr(train, "Run", OfMany)
     with pytest.raises(ValueError, match=message):
-        train.GrowTrainer(run)
-    with pytest.raises(ValueError, match="pretrain.pairs_per_step=4 does not divide over 3 ranks; "
-                                         "use 6"):
-        run.world = 3
-        train.train_ditar(run)
+        train.main(["--config", MICRO, f"out_dir={tmp_path}", "stages=grow", word])
+    assert not list(tmp_path.iterdir())
 
 
 # ---- fit ---------------------------------------------------------------------------------------
@@ -278,17 +284,19 @@ def assert_same_fit(a, b):
 @pytest.mark.parametrize("ema", (0.0, 0.9))
 def test_a_fit_that_was_interrupted_ends_as_if_it_had_not_been(ema, tmp_path):
     whole = fit(tmp_path / "whole", ema=ema)
-    part, kept = tmp_path / "part" / "vae.resume.safetensors", tmp_path / "kept"
+    part, kept = tmp_path / "part", tmp_path / "vae.0000004.resume.safetensors"
 
     def crash(step, module):
         if step == 4:                                   # what was saved after steps 0-3
-            shutil.copy(part, kept)
+            shutil.copy(part / kept.name, kept)
         if step == 6:
             raise Stopped
     with pytest.raises(Stopped):
-        fit(tmp_path / "part", ema=ema, hook=crash)
-    assert [r["step"] for r in log_of(tmp_path / "part")] == list(range(6))
-    shutil.copy(kept, part)                             # steps 4 and 5 are lost, but in the log
+        fit(part, ema=ema, hook=crash)
+    assert [r["step"] for r in log_of(part)] == list(range(6))
+    assert [p.name for p in part.glob("*.resume.*")] == ["vae.0000006.resume.safetensors"]
+    (part / "vae.0000006.resume.safetensors").unlink()  # steps 4 and 5 are lost, but in the log
+    shutil.copy(kept, part)
     asked = []
     continued = fit(tmp_path / "part", ema=ema, hook=lambda step, module: asked.append(step))
     assert asked == [4, 5, 6, 7]
@@ -327,7 +335,8 @@ def test_a_checkpoint_of_another_config_is_not_continued(tmp_path):
         module(torch.ones(1, 1)).sum().backward()
         return {}
     run.fit("vae", module, gradients, 3, 0.1)
-    with pytest.raises(ValueError, match="vae.resume.safetensors is of another config"):
+    with pytest.raises(ValueError, match="vae.0000002.resume.safetensors is of another vae section: "
+                                         "lr 0.002 there, 1.0 now"):
         micro_run(tmp_path, "vae.lr=1").fit("vae", module, gradients, 3, 0.1)
 
 
@@ -521,7 +530,7 @@ def test_profile_reports_where_a_step_goes_and_trains_nothing(micro, tmp_path, c
 
 def test_evaluation_prompts_say_a_held_out_text_in_the_voice_that_said_it(micro):
     run = train.open_run(micro.dir)
-    prompts, real = train.held_out_prompts(run, toy.load_vae(run))
+    prompts, real = ToyWorld(run).held_out(8)
     data = toy.corpus("eval", run.config.corpus)
     assert len(prompts) == len(real) == 8               # of 16: evaluate.n
     for i, p in enumerate(prompts):
@@ -536,7 +545,7 @@ def test_evaluation_prompts_say_a_held_out_text_in_the_voice_that_said_it(micro)
 def test_prompts_of_rl_are_a_function_of_step_slot_and_attempt(micro):
     run = train.open_run(micro.dir)
     vae, data = toy.load_vae(run), toy.corpus("rl", run.config.corpus)
-    draw, again = train.prompt_source(run, vae), train.prompt_source(run, vae)
+    draw, again = ToyWorld(run).prompt, ToyWorld(run).prompt
     keys = [(step, slot, attempt) for step in range(3) for slot in (0, 1) for attempt in (0, 1)]
     prompts = [draw(*key) for key in keys]
     for key, p in reversed(list(zip(keys, prompts))):
@@ -689,16 +698,12 @@ def test_sampling_settings_are_checked(word, message, micro, tmp_path, voice):
 
 def test_a_reward_without_a_stream_is_refused_and_the_named_ones_are_made(micro):
     run = train.open_run(micro.dir)
-    streams = train.load_streams(run)
+    streams = ToyWorld(run).streams()
     assert list(streams) == ["wer", "sim"]
     assert streams["wer"].asr.kind == "conv" and streams["sim"].speaker.kind == "attentive"
     silent = replace(run.config.rewards, weights={"wer": 1.0, "sim": 0.0})
-    assert list(train.load_streams(SimpleNamespace(
-        config=replace(run.config, rewards=silent), load=run.load, device=run.device))) == ["wer"]
-    for change, message in (
-            ({"weights": {"wer": 1.0, "mos": 1.0}}, r"names \['mos'\]; the streams are"),
-            ({"speaker": "wavlm"}, "the toy encoder is the only one so far")):
-        other = SimpleNamespace(config=replace(run.config, rewards=replace(
-            run.config.rewards, **change)), load=run.load, device=run.device)
-        with pytest.raises(ValueError, match=message):
-            train.load_streams(other)
+    run.config = replace(run.config, rewards=silent)
+    assert list(ToyWorld(run).streams()) == ["wer"]
+    run.config = replace(run.config, rewards=replace(silent, weights={"wer": 1.0, "mos": 1.0}))
+    with pytest.raises(ValueError, match=r"names \['mos'\]; the streams are"):
+        ToyWorld(run).streams()

@@ -7,8 +7,12 @@ import torch
 import evaluate
 import toy
 import train
+from config import build, load_config
+from model import ModelConfig
 from rewards import wer
+from run import Run
 from toy_judges import load_judges
+from worlds import ToyWorld
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS = ROOT / "weights"
@@ -24,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 def run(tmp_path_factory):
     """A run of toy.yaml with an empty out_dir, whose eval split is small: its first utterances."""
     folder = tmp_path_factory.mktemp("weights")
-    return train.Run(train.load_config(str(ROOT / "toy.yaml"), [
+    return Run(load_config(str(ROOT / "toy.yaml"), [
         f"out_dir={folder}", f"weights_dir={WEIGHTS}", f"corpus.cache_dir={folder / 'corpus'}",
         "corpus.eval=32", "evaluate.n=16", "evaluate.nfe=8", "autocast=off"]), "")
 
@@ -43,8 +47,9 @@ def test_metadata_say_how_the_weights_were_made_and_with_this_config(run, metada
     for stage, meta in metadata.items():
         assert meta["command"].startswith("python train.py --config ") and meta["seconds"] > 0
         ours = run.fingerprint(stage)
-        for section in {"vae", "judges", "model", "pretrain"} & set(ours):
+        for section in {"vae", "judges", "pretrain"} & set(ours):
             assert meta["config"][section] == ours[section], (stage, section)
+    assert build(ModelConfig, metadata["pretrain"]["config"]["model"]) == run.config.model
     assert metadata["judges"]["scores"].keys() >= {
         "asr_wer_real", "asr_held_wer_real", "speaker_same", "speaker_other"}
     assert metadata["pretrain"]["scores"].keys() >= {"wer", "sim"}
@@ -71,10 +76,10 @@ def test_the_judges_know_words_and_voices_of_real_speech(run, judges, metadata):
 
 
 def test_the_pretrained_model_speaks_held_out_texts_in_held_out_voices(run, judges, metadata):
-    vae = toy.load_vae(run)
-    prompts, _ = train.held_out_prompts(run, vae)
-    wavs, utterances = evaluate.speak(train.load_ditar(run), vae, prompts, run.config.evaluate,
-                                      run.config.sample)
+    world = ToyWorld(run)
+    prompts, _ = world.held_out(16)
+    wavs, utterances = evaluate.speak(train.load_ditar(run), world.vae, prompts,
+                                      run.config.evaluate, run.config.sample)
     records = evaluate.score(wavs, [u.stopped for u in utterances], prompts, judges)
     assert len(records) == 16
     claimed = metadata["pretrain"]["scores"]
