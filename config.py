@@ -15,6 +15,7 @@ import toy
 from data import DataConfig
 from evaluate import EvalConfig
 from grow import GrowConfig
+from guards import GuardConfig
 from model import ModelConfig
 from rewards import RewardConfig
 from sample import SampleConfig
@@ -56,6 +57,7 @@ class Config:
     sample: SampleConfig = SampleConfig()
     rewards: RewardConfig = RewardConfig()
     grow: GrowConfig = GrowConfig()
+    guards: GuardConfig = GuardConfig()
     evaluate: EvalConfig = EvalConfig()
 
     def __post_init__(self):

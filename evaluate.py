@@ -4,6 +4,9 @@
     python evaluate.py --ckpt out/a out/b out/c                  the same over several seeds' runs
     python evaluate.py --ckpt A --baseline B                     run A against run B, after RL
     python evaluate.py --ckpt out/toy --whisper FOLDER --limit 200   an independent recogniser
+    python evaluate.py --ckpt out/full --lists seedtts-en=en/meta.lst     public test sets, and
+    python evaluate.py --wavs DIR --lists ... --asr FOLDER --speaker FILE    any system's wavs on
+                                                                     them: see testsets.py
 
 Paper: "Evaluation Metrics". Every number is a mean over utterances; differences are paired (same
 prompt, same noise) and carry a 95 % bootstrap interval over prompts and, if several, over runs.
@@ -12,7 +15,7 @@ The summary is always recomputed from the per-utterance files.
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,20 +44,24 @@ class EvalConfig:
     batch: int = 128
     seed: int = 0               # of the noise, the same before and after
     keep_wavs: int = 6          # pairs of wav files to listen to
-    lists: dict = field(default_factory=dict)   # test sets: name -> list file; or the toy's split
+    lists: dict = field(default_factory=dict)   # public test sets instead (testsets.py): name ->
+    #                                             list file
+    librispeech_root: str = ""  # LibriSpeech's test-clean folder, for the list librispeech-pc
 
 
 # ---------------------------------------------------------------- scoring
 
-def speak(model, vae, prompts, c, sample):
-    """One utterance per prompt with fixed noise: list of wavs, list of Utterances."""
+def speak(model, vae, prompts, c, sample, seeds=None):
+    """One utterance per prompt with fixed noise: list of wavs, list of Utterances.
+    seeds: of each prompt's noise; None makes them from c.seed and the prompt's number."""
     wavs, utterances = [], []
+    if seeds is None:
+        seeds = [c.seed * 1_000_003 + i for i in range(len(prompts))]
     for i in range(0, len(prompts), c.batch):
         part = prompts[i:i + c.batch]
-        seeds = [c.seed * 1_000_003 + i + k for k in range(len(part))]
         out = generate(model, [p.token_ids for p in part], [p.latents for p in part],
-                       [sample.cap(p.n_target) for p in part], seeds, nfe=c.nfe,
-                       cfg_scale=sample.cfg_scale, sway=sample.sway)
+                       [sample.cap(p.n_target) for p in part], seeds[i:i + c.batch],
+                       nfe=c.nfe, cfg_scale=sample.cfg_scale, sway=sample.sway)
         utterances += out
         wavs += decode_wavs(vae, [p.latents for p in part], out)
     return wavs, utterances
@@ -93,20 +100,22 @@ def score(wavs, stopped, prompts, judges, whisper=None):
 
 
 def write_records(path, records):
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records),
+                    encoding="utf-8")
 
 
 def read_records(path):
     if not Path(path).exists():
         raise ValueError(f"no {path}; run the evaluate stage of that run first "
                          "(python train.py --config ... stages=evaluate)")
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    with open(path, encoding="utf-8") as file:          # splitlines would also split in a text
+        return [json.loads(line) for line in file]
 
 
 # ---------------------------------------------------------------- statistics
 
-def bootstrap(differences, samples=4_000, seed=0):
-    """95 % interval of the mean of paired differences (runs, prompts): both are resampled."""
+def bootstrap_means(differences, samples=4_000, seed=0):
+    """Means of resampled paired differences (runs, prompts), both resampled: (samples,)."""
     d = np.atleast_2d(np.asarray(differences, dtype=np.float64))
     rng = np.random.default_rng(seed)
     means = np.empty(samples)
@@ -114,7 +123,17 @@ def bootstrap(differences, samples=4_000, seed=0):
         rows = rng.integers(0, d.shape[0], d.shape[0])
         columns = rng.integers(0, d.shape[1], d.shape[1])
         means[k] = d[np.ix_(rows, columns)].mean()
+    return means
+
+
+def interval(means):
+    """The middle 95 % of bootstrap_means."""
     return np.quantile(means, 0.025), np.quantile(means, 0.975)
+
+
+def bootstrap(differences, samples=4_000, seed=0):
+    """95 % interval of the mean of paired differences (runs, prompts): both are resampled."""
+    return interval(bootstrap_means(differences, samples, seed))
 
 
 def compare(before, after, metric):
@@ -225,18 +244,59 @@ def write_report(out_dir, wavs_before, wavs_after, prompts, real, before, after,
 
 # ---------------------------------------------------------------- command line
 
+def evaluate_lists(args):
+    """--lists: the public test sets (testsets.py), spoken by runs or given as --wavs."""
+    import testsets
+    for word in args.lists:
+        if "=" not in word:
+            raise ValueError(f"--lists {word!r} is not of the form NAME=FILE, e.g. "
+                             "seedtts-en=seedtts_testset/en/meta.lst")
+    lists = dict(word.split("=", 1) for word in args.lists)
+    if len(lists) < len(args.lists):
+        raise ValueError(f"--lists names a test set twice: {args.lists}")
+    judges = {name: value for name in ("asr", "zh_asr", "speaker", "utmos")
+              if (value := getattr(args, name))}
+    if args.wavs:
+        return testsets.score_wavs(args.wavs, lists, judges, args.librispeech_root, args.limit)
+    from train import open_run
+    from worlds import make_world
+    for folder in args.ckpt:
+        run = open_run(folder)
+        c = run.config
+        root = args.librispeech_root or c.evaluate.librispeech_root
+        run.config = replace(c, rewards=replace(c.rewards, **judges), evaluate=replace(
+            c.evaluate, lists=lists, librispeech_root=root))
+        testsets.run_lists(run, make_world(run), args.limit)
+
+
 def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ckpt", nargs="+", required=True, help="output folder(s) of train.py")
+    parser.add_argument("--ckpt", nargs="+", help="output folder(s) of train.py")
     parser.add_argument("--baseline", nargs="+", help="other runs; default: the same before RL")
     parser.add_argument("--whisper", help="folder or hub id: speak and score anew with it")
-    parser.add_argument("--limit", type=int, default=200, help="prompts for --whisper")
+    parser.add_argument("--lists", nargs="+", metavar="NAME=FILE", help="public test sets")
+    parser.add_argument("--librispeech-root", default="", help="LibriSpeech's test-clean")
+    parser.add_argument("--wavs", help="folder of any system's UTT.wav (or SET/UTT.wav) to score")
+    for judge, what in (("asr", "a Whisper folder or hub id"),
+                        ("zh-asr", "paraformer (the default), whisper, a folder or hub id"),
+                        ("speaker", "wavlm_large_finetune.pth"),
+                        ("utmos", "utmos22_strong_step7459_v1.pt")):
+        parser.add_argument(f"--{judge}", help=f"for --lists: {what}")
+    parser.add_argument("--limit", type=int, help="prompts for --whisper (200) or of each list")
     args = parser.parse_args(words)
+    if not (args.ckpt or args.wavs) or (args.ckpt and args.wavs):
+        raise ValueError("give either --ckpt, output folders of train.py, or --wavs with --lists")
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"--limit {args.limit}; wanted at least 1")
+    if args.lists and not (args.baseline or args.whisper):
+        return evaluate_lists(args)
+    if args.lists or args.wavs or args.asr or args.zh_asr or args.speaker or args.utmos:
+        raise ValueError("--wavs and the judges go with --lists; --baseline and --whisper do not")
     if args.whisper:
         from train import evaluate_anew
         before, after, real = [], [], None
         for folder in args.ckpt:
-            b, a, real = evaluate_anew(folder, args.whisper, args.limit)
+            b, a, real = evaluate_anew(folder, args.whisper, args.limit or 200)
             before.append(b)
             after.append(a)
         print(table(before, after, real))

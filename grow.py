@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+import guards
 import rewards as reward_module
 from model import draw_latents, history_of, interpolate, pad_rows, round_up
 from sample import decode_wavs, generate, guided
@@ -218,23 +219,72 @@ def assemble(vae, prompts, utterances, wavs, c, latent="mean", generators=None):
     return Batch(text, text_len, patches, n_prompt, n)
 
 
-def roll_out(actor, vae, streams, prompts, seeds, c, s):
-    """Lines 3-4: G rollouts of each prompt, their waveforms and their rewards."""
-    clock = [time.perf_counter()]
-    utterances = generate(
-        actor, [p.token_ids for p in prompts], [p.latents for p in prompts],
-        [s.cap(p.n_target) for p in prompts], seeds, group=c.group_size, nfe=s.nfe,
-        cfg_scale=s.cfg_scale, sway=s.sway)
-    clock.append(time.perf_counter())
-    repeated = [p for p in prompts for _ in range(c.group_size)]
-    wavs = decode_wavs(vae, [p.latents for p in repeated], utterances)
-    clock.append(time.perf_counter())
-    rewards, bad = reward_module.score(streams, wavs, [p.text for p in repeated],
-                                       [p.wav for p in repeated])
-    clock.append(time.perf_counter())
-    seconds = dict(zip(("sec_rollout", "sec_decode", "sec_reward"),
-                       (b - a for a, b in zip(clock, clock[1:]))))
-    return utterances, wavs, rewards, bad, seconds
+def speak(actor, prompts, seeds, c, s, **how):
+    """Line 3: G rollouts of each prompt."""
+    return generate(actor, [p.token_ids for p in prompts], [p.latents for p in prompts],
+                    [s.cap(p.n_target) for p in prompts], seeds, group=c.group_size, nfe=s.nfe,
+                    cfg_scale=s.cfg_scale, sway=s.sway, **how)
+
+
+@dataclass
+class Groups:
+    """Scored rollouts of the groups that carry a gradient, a group's rollouts adjacent."""
+    slots: list                     # B ids of the groups, sorted
+    prompts: list                   # R = B*G
+    utterances: list                # R
+    wavs: list                      # R generated waveforms
+    rewards: dict                   # name -> (B, G)
+
+
+def collect(roll_out, vae, streams, draw_prompt, slots, generator, c):
+    """Lines 3-4: roll out and score the groups `slots`; one without reward variance is discarded
+    and redrawn, at most c.redraws times. roll_out(prompts, seeds) -> G utterances of each prompt.
+    Returns Groups, maybe without any, and numbers to log. The other arguments are grow_step's."""
+    G, log = c.group_size, {"sec_rollout": 0.0, "sec_decode": 0.0, "sec_reward": 0.0}
+    kept, pending, discarded = {}, list(slots), 0
+    utterance_count = caps_hit = n_bad = 0
+    for attempt in range(c.redraws + 1):
+        # 3: draw (x_ref, y_ref, y) ~ D, roll out G candidates from the current policy
+        prompts = [draw_prompt(slot, attempt) for slot in pending]
+        repeated = [p for p in prompts for _ in range(G)]
+        seeds = [int(torch.randint(2**62, (1,), generator=generator("rollout", slot, attempt, k)))
+                 for slot in pending for k in range(G)]
+        clock = [time.perf_counter()]
+        utterances = roll_out(prompts, seeds)
+        clock.append(time.perf_counter())
+        wavs = decode_wavs(vae, [p.latents for p in repeated], utterances)
+        clock.append(time.perf_counter())
+        # 4: compute rewards
+        rewards, bad = reward_module.score(streams, wavs, [p.text for p in repeated],
+                                           [p.wav for p in repeated])
+        clock.append(time.perf_counter())
+        for name, start, end in zip(("sec_rollout", "sec_decode", "sec_reward"), clock, clock[1:]):
+            log[name] += end - start
+        utterance_count += len(utterances)
+        caps_hit += sum(not u.stopped for u in utterances)
+        n_bad += int(bad.sum())
+        # a group without reward variance carries no gradient: discard and redraw
+        ok = usable({name: r.view(-1, G) for name, r in rewards.items()}).tolist()
+        for b, slot in enumerate(pending):
+            rows = slice(b * G, (b + 1) * G)
+            ok[b] = ok[b] and all(torch.isfinite(wav).all() for wav in wavs[rows])
+            if ok[b]:
+                kept[slot] = (repeated[rows], utterances[rows], wavs[rows],
+                              {name: r[rows] for name, r in rewards.items()})
+        pending = [slot for slot, good in zip(pending, ok) if not good]
+        discarded += len(pending)
+        if not pending:
+            break
+    log |= {"discarded": discarded / (len(kept) + discarded), "caps": caps_hit / utterance_count,
+            "bad": n_bad / utterance_count, "groups": len(kept)}
+    groups = [kept[slot] for slot in sorted(kept)]
+    rewards = {name: torch.stack([g[3][name] for g in groups]) for name in streams if groups}
+    for name, r in rewards.items():
+        log |= {name: r.mean().item(), f"{name}_spread": r.std(dim=1, correction=0).mean().item()}
+    prompts, utterances, wavs = ([x for g in groups for x in g[i]] for i in range(3))
+    if groups:
+        log |= guards.panel(wavs, [p.text for p in prompts])
+    return Groups(sorted(kept), prompts, utterances, wavs, rewards), log
 
 
 def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slots, generator, c, s,
@@ -246,54 +296,23 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
     draw_prompt(slot, attempt) -> Prompt; slots: ids of this rank's groups;
     generator(*key) -> torch.Generator, a pure function of its key; global_sum(number) adds over
     ranks. Returns numbers to log."""
-    G, log = c.group_size, {"sec_rollout": 0.0, "sec_decode": 0.0, "sec_reward": 0.0}
-    kept, pending, discarded = {}, list(slots), 0
-    utterance_count = caps_hit = n_bad = 0
-    for attempt in range(c.redraws + 1):
-        # 3: draw (x_ref, y_ref, y) ~ D, roll out G candidates from the current policy
-        prompts = [draw_prompt(slot, attempt) for slot in pending]
-        seeds = [int(torch.randint(2**62, (1,), generator=generator("rollout", slot, attempt, k)))
-                 for slot in pending for k in range(G)]
-        # 4: compute rewards
-        utterances, wavs, rewards, bad, seconds = roll_out(actor, vae, streams, prompts, seeds,
-                                                           c, s)
-        log = {k: v + seconds[k] for k, v in log.items()}
-        utterance_count += len(utterances)
-        caps_hit += sum(not u.stopped for u in utterances)
-        n_bad += int(bad.sum())
-        # a group without reward variance carries no gradient: discard and redraw
-        ok = usable({name: r.view(-1, G) for name, r in rewards.items()}).tolist()
-        for b, slot in enumerate(pending):
-            rows = slice(b * G, (b + 1) * G)
-            ok[b] = ok[b] and all(torch.isfinite(wav).all() for wav in wavs[rows])
-            if ok[b]:
-                kept[slot] = (prompts[b], utterances[rows], wavs[rows],
-                              {name: r[rows] for name, r in rewards.items()})
-        pending = [slot for slot, good in zip(pending, ok) if not good]
-        discarded += len(pending)
-        if not pending:
-            break
-    groups = [kept[slot] for slot in sorted(kept)]
-    total = global_sum(len(groups)) * G                             # rollouts in the mean
-    log |= {"discarded": discarded / (len(kept) + discarded), "caps": caps_hit / utterance_count,
-            "bad": n_bad / utterance_count, "groups": len(groups)}
-    if not groups:
+    # 3, 4: roll out G candidates of each prompt from the current policy, compute rewards
+    groups, log = collect(lambda prompts, seeds: speak(actor, prompts, seeds, c, s), vae, streams,
+                          draw_prompt, slots, generator, c)
+    total = global_sum(len(groups.slots)) * c.group_size            # rollouts in the mean
+    if not groups.slots:
         return log
 
     started = time.perf_counter()
     # 5: compute weights
-    rewards = {name: torch.stack([g[3][name] for g in groups]) for name in streams}     # (B, G)
-    w = weights(rewards, lambdas, c.weighting, c.tau).flatten()                         # (R,)
-    for name, r in rewards.items():
-        log |= {name: r.mean().item(), f"{name}_spread": r.std(dim=1, correction=0).mean().item()}
+    w = weights(groups.rewards, lambdas, c.weighting, c.tau).flatten()                  # (R,)
     # 6: assemble training data u = [x_ref || x^], x_1 = E(u)
-    prompts = [g[0] for g in groups for _ in range(G)]
-    utterances, wavs = [u for g in groups for u in g[1]], [x for g in groups for x in g[2]]
-    batch = assemble(vae, prompts, utterances, wavs, c, policy.config.latent,
-                     [generator("encode", slot, k) for slot in sorted(kept) for k in range(G)])
+    batch = assemble(vae, groups.prompts, groups.utterances, groups.wavs, c, policy.config.latent,
+                     [generator("encode", slot, k) for slot in groups.slots
+                      for k in range(c.group_size)])
     # 7: sample t and x_0; x_t and v* are formed in grow_loss
     n_max = int((batch.n - batch.n_prompt).max())
-    t, x_0 = draw_noise(lambda slot, k: generator("noise", slot, k), sorted(kept), c, n_max,
+    t, x_0 = draw_noise(lambda slot, k: generator("noise", slot, k), groups.slots, c, n_max,
                         *batch.patches.shape[2:])
     # 8: compute loss and its gradient, in parts that fit in memory
     device, sums = policy.speech_start.device, {"policy": 0.0, "anchor": 0.0, "l": 0.0}
@@ -313,6 +332,6 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
             "flow": sums["l"] / len(w),
             "below_anchor": (w < -c.beta_w2).float().mean().item(),
             "patches": (batch.n - batch.n_prompt).float().mean().item(),
-            "audio_sec": sum(len(x) for x in wavs) / reward_module.SAMPLE_RATE,
+            "audio_sec": sum(len(x) for x in groups.wavs) / reward_module.SAMPLE_RATE,
             "sec_update": time.perf_counter() - started}
     return log

@@ -349,7 +349,7 @@ class SpeakerVerifier(nn.Module):
     def forward(self, wav):
         """(S,) -> (embed_dim,), not normalised."""
         weight = self.feature_weight.softmax(dim=0)[:, None, None]
-        x = (weight * self.hidden_states(wav)).sum(dim=0).T[None] + 1e-6      # (1, C, N)
+        x = (weight * self.hidden_states(wav)).sum(dim=0).T[None]             # (1, C, N)
         x = F.instance_norm(x, eps=1e-5)
         x2 = self.layer2(self.layer1(x))
         x3 = self.layer3(x2)

@@ -50,6 +50,13 @@ def save_tensors(path, tensors, meta):
                       ) from error
 
 
+def write_text(path, text):
+    """Like save_tensors: whole or not there."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text)
+    os.replace(scratch, path)
+
+
 def digest(tensors):
     """Short hash of what tensors hold, to tell one result from another."""
     total = hashlib.sha256()
@@ -256,19 +263,21 @@ class Run:
         are those of all its steps in the log, so that a restart does not hide any."""
         if not self.main:
             return
-        log = self.dir / "log.jsonl"
-        lines = map(json.loads, log.read_text().splitlines() if log.exists() else [])
-        seconds = sum(r["sec"] for r in lines if r["stage"].split(".")[0] == stage)
+        seconds = sum(r["sec"] for r in self.records(stage))
         tensors = {k: v.half() if half and v.is_floating_point() else v
                    for k, v in tensors.items()}
         save_tensors(self.dir / f"{stage}.safetensors", tensors, {
             "version": 1, "config": self.fingerprint(stage), "command": self.command,
             "seconds": round(seconds, 1), "scores": scores, "digest": digest(tensors),
             **more})
-        for path in self.dir.glob(f"{stage}*.resume.safetensors"):
-            path.unlink()
+        self.tidy(stage)
         print(f"{stage}: " + ", ".join(f"{k} {v:.4g}" for k, v in scores.items())
               + f"  ({seconds:.0f} s of steps)", flush=True)
+
+    def tidy(self, stage):
+        """Remove the own checkpoints of a stage that is done."""
+        for path in self.dir.glob(f"{stage}*.resume.safetensors"):
+            path.unlink()
 
     def fast(self, model):
         """A copy of a model in the precision of rollouts and evaluation."""
@@ -303,6 +312,13 @@ class Run:
         elif stage == "grow" or step % 50 == 0:
             print(f"{stage} {step}/{bar.total}: {text}", flush=True)
 
+    def records(self, stage):
+        """The log's records of a stage and its parts."""
+        path = self.dir / "log.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [r for r in (json.loads(line) for line in lines if line.endswith("}"))
+                if r["stage"].split(".")[0] == stage]
+
     def rewind_log(self, stage, step):
         """Drop this stage's lines from `step` on, so that each step stands in the log once."""
         path = self.dir / "log.jsonl"
@@ -310,20 +326,19 @@ class Run:
             lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
             kept = [line for line in lines if not (
                 (r := json.loads(line))["stage"] == stage and r["step"] >= step)]
-            scratch = path.with_name("log.jsonl.tmp")
-            scratch.write_text("".join(line + "\n" for line in kept))
-            os.replace(scratch, path)
+            write_text(path, "".join(line + "\n" for line in kept))
 
     def checkpoints(self, stage):
         """A stage's own checkpoints, oldest first: STAGE.STEP.resume.safetensors."""
         return sorted(self.dir.glob(f"{stage}.[0-9]*.resume.safetensors"))
 
     def fit(self, stage, module, gradients, steps, lr, warmup=0, hold=0.0, decay=True,
-            betas=(0.9, 0.98), weight_decay=0.01, ema=0.0, clip=1.0, part=""):
+            betas=(0.9, 0.98), weight_decay=0.01, ema=0.0, clip=1.0, part="", after=None):
         """The one training loop. gradients(step) adds to .grad and returns numbers to log. The
         learning rate is `lr` times `schedule`, constant without decay. Resumes from the stage's own
-        last checkpoint; SIGTERM and Ctrl-C end it at the next step with one. Returns the averaged
-        weights (the last ones without ema) as a dict."""
+        last checkpoint; SIGTERM and Ctrl-C end it at the next step with one. after(step, logs,
+        weights) looks at each step and may add to its numbers. Returns the averaged weights (the
+        last ones without ema) as a dict."""
         named = {k: p for k, p in module.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(named.values(), lr=1.0, betas=betas, foreach=True,
                                       weight_decay=weight_decay)
@@ -372,10 +387,13 @@ class Run:
                             "the learning rate or raise the anchor")
                 logs |= {"grad_norm": norm, "lr": rate, "skipped": step + 1 - updates,
                          "sec": time.time() - started}
+                if after:
+                    after(step, logs, average.mean)
                 self.log(stage + part, step, logs, bar)
                 stop = self.sum(len(stopping)) > 0
-                due = stop or time.time() - saved > self.config.save_every_sec
-                if self.main and due and updates and (stop or step + 1 < steps):
+                due = (stop or step + 1 == steps
+                       or time.time() - saved > self.config.save_every_sec)
+                if self.main and due and updates:
                     save(step + 1)
                     saved = time.time()
                 if stop:

@@ -81,9 +81,9 @@ class Utterance:
     h: torch.Tensor | None = None   # (n, C) LM states, when traced
 
 
-def next_patch(model, h, history, noise, grid, cfg_scale):
-    """Solve one patch for a batch of rows: h (B, C), history and noise (B, P, D) -> (B, P, D).
-    With guidance, conditional and unconditional rows go through LocDiT in one call."""
+def velocity_fn(model, h, history, cfg_scale):
+    """The function (x, t) -> velocity of a batch of rows: h (M, C), history and x (M, P, D), t ()
+    or (M,). With guidance, conditional and unconditional rows go through LocDiT in one call."""
     dtype = model.speech_start.dtype
     use_cfg = cfg_scale != 0
     if use_cfg:                                 # h = 0 is the unconditional pass; history stays
@@ -91,20 +91,26 @@ def next_patch(model, h, history, noise, grid, cfg_scale):
         history = torch.cat((history, history))
 
     def v_fn(x, t):
-        x = x.to(dtype)
-        v = model.velocity(torch.cat((x, x)) if use_cfg else x, t[None], h, history).float()
+        x, t = x.to(dtype), t[None] if t.ndim == 0 else t.repeat(1 + use_cfg)
+        v = model.velocity(torch.cat((x, x)) if use_cfg else x, t, h, history).float()
         return guided(*v.chunk(2), cfg_scale) if use_cfg else v
-    return solve(v_fn, noise.float(), grid)
+    return v_fn
+
+
+def next_patch(model, h, history, noise, grid, cfg_scale):
+    """Solve one patch for a batch of rows: h (B, C), history and noise (B, P, D) -> (B, P, D)."""
+    return solve(velocity_fn(model, h, history, cfg_scale), noise.float(), grid)
 
 
 @torch.no_grad()
 def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1.5, sway=-1.0,
-             trace=False):
+             trace=False, solver=None):
     """Speak a batch: each prompt with its text, `group` rollouts each.
 
     texts: B lists of token ids, prompt text and target text together; prompts: B tensors
     (N0, P, D) of normalised latents, N0 may differ; caps: B ints, most patches to generate;
     seeds: B*G ints, a prompt's rollouts adjacent. Returns B*G Utterances in that order.
+    solver: takes next_patch's place (grpo.py) and is told each row's rollout and the patch's index.
     The prefix is prefilled once per prompt and its cache repeated. Finished rows leave the batch
     by sixteens, so that the cache is not copied at every patch and few shapes occur.
     """
@@ -145,7 +151,8 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
     row = torch.arange(B * group, device=device)                    # who is still in the batch
     done = torch.zeros(B * group, dtype=torch.bool, device=device)
     for i in range(noise.shape[1]):
-        patch = next_patch(model, h, history, noise[row, i], grid, cfg_scale)
+        given = model, h, history, noise[row, i], grid, cfg_scale
+        patch = solver(*given, row, i) if solver else next_patch(*given)
         latents[row, i] = patch
         if trace:
             states[row, i] = h.float()
@@ -172,8 +179,8 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
 
 
 def decode_wavs(vae, prompts, utterances, context_patches=2):
-    """Waveforms of the generated parts on the CPU: list of (n*P*hop,). The last `context_patches` of each
-    prompt go through the decoder in front, so that its receptive field has no hard edge."""
+    """Waveforms of the generated parts, on the CPU: list of (n*P*hop,). The last `context_patches` of
+    each prompt go through the decoder in front, so that its receptive field has no hard edge."""
     wavs, device = [], vae.latent_mean.device
     for i in range(0, len(utterances), 32):
         rows = [torch.cat((p[-context_patches:].to(u.latents), u.latents)).flatten(0, 1)

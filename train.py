@@ -15,23 +15,26 @@ import argparse
 import ctypes
 import difflib
 import json
+import math
 import os
 import shutil
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 
 import evaluate
+import guards
 import plan
 from config import Config, build, load_config
-from grow import grow_step
+from grow import collect, grow_step, speak
 from model import DiTAR, ModelConfig, pretrain_loss, round_up, valid_patches
-from rewards import Whisper
-from run import Run, differences
+from judges import Whisper
+from rewards import score
+from run import Run, differences, load_meta, save_tensors, write_text
 from worlds import DryWorld, dry_config, make_world
 
 STAGES = ("corpus", "vae", "judges", "pretrain", "grow", "evaluate")
@@ -142,12 +145,55 @@ class GrowTrainer:
             c, run.config.sample, run.sum, run.autocast)
 
 
+    def print_noise_floor(self):
+        """The judges' own noise beside the spread that the weights are made of, on one group."""
+        run, c = self.run, self.run.config.grow
+        groups, _ = collect(
+            lambda prompts, seeds: speak(self.actor, prompts, seeds, c, run.config.sample),
+            self.world.vae, self.streams, lambda slot, attempt: self.world.prompt(0, slot, attempt),
+            [0], lambda *key: run.generator("floor", *key), c)
+        if run.main and groups.slots:
+            floor = guards.noise_floor(
+                self.streams, score, groups.wavs, [p.text for p in groups.prompts],
+                [p.wav for p in groups.prompts], run.generator("floor"))
+            print("noise of the rewards (their spread within a group): " + ", ".join(
+                f"{name} {value:.3g} ({groups.rewards[name].std(correction=0):.3g})"
+                for name, value in floor.items()), flush=True)
+
+    def probe(self, step, weights):
+        """Held-out WER and SIM of the weights that evaluation would use; the best are kept."""
+        run, g = self.run, self.run.config.guards
+        prompts, _ = self.world.held_out(g.probe_n, "tune")
+        if not prompts:
+            return {}
+        for name, p in self.actor.named_parameters():
+            p.data.copy_(weights.get(name, p))
+        c = replace(run.config.evaluate, nfe=g.probe_nfe)
+        wavs, utterances = evaluate.speak(self.actor, self.world.vae, prompts, c, run.config.sample)
+        records = evaluate.score(wavs, [u.stopped for u in utterances], prompts, self.world.judges)
+        wer, sim = (sum(r[name] for r in records) / len(records) for name in ("wer", "sim"))
+        path = run.dir / "grow.best.safetensors"
+        there = load_meta(path)["score"] if path.exists() else -math.inf
+        if sim - wer > there:
+            save_tensors(path, weights, {"score": sim - wer, "wer": wer, "sim": sim, "step": step})
+        return {"held_out_wer": wer, "held_out_sim": sim}
+
+
 def train_grow(run, world):
-    c = run.config.grow
+    c, g = run.config.grow, run.config.guards
     trainer = GrowTrainer(run, world)
+    trainer.print_noise_floor()
+    drift = guards.Drift(g, [r for r in run.records("grow") if "seconds" in r])
+
+    def after(step, logs, weights):
+        for warning in drift.check(logs):
+            if run.main:
+                print(f"warning at step {step}: {warning}", flush=True)
+        if g.probe_every and (step + 1) % g.probe_every == 0 and run.main:
+            logs |= trainer.probe(step, weights)
     weights = run.fit("grow", trainer.policy, trainer.gradients, c.steps, c.lr, c.warmup,
                       decay=c.lr_decay, betas=c.betas, weight_decay=c.weight_decay,
-                      ema=c.ema, clip=c.grad_clip)
+                      ema=c.ema, clip=c.grad_clip, after=after)
     trainer.policy.load_state_dict(weights, strict=False)
     run.finish("grow", trainer.policy.state_dict(), {}, half=False)
 
@@ -246,11 +292,12 @@ def main(words=None):
     if args.profile:
         from bench import profile
         return profile(run, world)
+    world.check(stages)
     work = {"vae": world.make_vae, "judges": world.make_judges,
             "pretrain": lambda: train_ditar(run, world), "grow": lambda: train_grow(run, world)}
     todo = [stage for stage in stages if stage not in work or not run.done(stage)]
     if run.main:
-        (run.dir / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
+        write_text(run.dir / "config.json", json.dumps(asdict(config), indent=1) + "\n")
     for stage in stages:
         if stage == "corpus":
             world.make_corpus()
@@ -258,6 +305,8 @@ def main(words=None):
             if run.main:
                 run_evaluate(run, world)
         elif stage not in todo:
+            if run.main:
+                run.tidy(stage)     # a run may have ended just before it could
             print(f"{stage}: {run.dir / stage}.safetensors is there, skipped", flush=True)
         else:
             work[stage]()

@@ -44,7 +44,7 @@ from safetensors.torch import save_file
 from transformers.audio_utils import mel_filter_bank
 
 SAMPLE_RATE = 16_000
-MAX_AUDIO_SEC = 60      # audio that goes through the networks at once: 1-2 GB at full size
+MAX_AUDIO_SEC = 60      # audio that goes through the networks at once: about 2 GB at full size
 MEL_SCALES = ((128, 10), (256, 20), (512, 40), (1024, 80))     # (window in samples, mel bands)
 MEL_WEIGHT = 15.0       # of the reconstruction in vae_loss, upstream's
 
@@ -262,8 +262,9 @@ class SnakeBeta(nn.Module):
 class AliasFree(nn.Module):
     """SnakeBeta at twice the rate, so that its overtones do not fold back. Length is kept.
 
-    This, not the convolutions, sets the decoder's time on CPUs. Depthwise convolutions that crop
-    as they go were the fastest of the readable forms (polyphase and Toeplitz products are not)."""
+    This takes most of the decoder's time on CPUs. Depthwise convolutions that crop as they go were
+    the fastest form over all widths; polyphase ones are slower, and products with a banded matrix
+    win at few channels only."""
 
     def __init__(self, dim):
         super().__init__()

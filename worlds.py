@@ -1,5 +1,6 @@
 """What the stages need from a world of speech, in two worlds with the same attributes and methods:
 
+    check(stages)                    refuses what is missing, before any slow step
     vae                              frozen, encode and decode (ToyVAE or SemanticVAE)
     make_corpus, make_vae, make_judges()            the stages before DiTAR's
     new_model(), pretrain_rows(step)                pre-training: DiTAR before its first step, and
@@ -16,6 +17,7 @@ and real judges by the paths in the config. To train on other data, write a thir
 import hashlib
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +59,9 @@ class ToyWorld:
         self.run = run
         self.frames = run.config.model.patch_frames
         self.prompt_latents = {}
+
+    def check(self, stages):
+        """Refuses what is missing before any slow step: nothing, in a world that makes its own."""
 
     def make_corpus(self):
         for split in ("pretrain", "judge", "rl", "tune", "eval"):
@@ -158,6 +163,28 @@ class RealWorld:
     def __init__(self, run):
         self.run = run
 
+    def check(self, stages):
+        """Refuses what is missing before any slow step."""
+        c = self.run.config
+        wanted = []
+        if "vae" in stages and not self.run.done("vae"):
+            wanted.append(("real.vae", c.real.vae, "Semantic-VAE's dac/ema_state_dict.pth"))
+        if {"vae", "pretrain"} & set(stages):
+            wanted.append(("data.train", c.data.train, "a manifest or corpus folder; see data.py"))
+        if "grow" in stages:
+            wanted.append(("data.prompts", c.data.prompts, "what data.py make-prompts wrote"))
+        if "evaluate" in stages:
+            wanted += [(f"evaluate.lists.{name}", path, "a test set's list file; see testsets.py")
+                       for name, path in c.evaluate.lists.items()]
+            if not c.evaluate.lists:
+                raise ValueError("evaluate.lists is empty; name a test set (full.yaml has three), or "
+                                 "leave evaluate out of stages")
+        for field, path, what in wanted:
+            if not Path(path).exists() or not path:
+                raise ValueError(f"{field}={path!r} is not there; wanted {what}")
+        if {"grow", "evaluate"} & set(stages):
+            rewards.check_judges(c.rewards)
+
     # what is read from disk, when it is first needed
 
     @cached_property
@@ -187,11 +214,7 @@ class RealWorld:
 
     @cached_property
     def rl(self):
-        path = self.run.config.data.prompts
-        if not path:
-            raise ValueError("data.prompts is empty; name the manifest of RL prompts that "
-                             "python data.py make-prompts writes")
-        return data.read_manifest(path, targets=True)
+        return data.read_manifest(self.run.config.data.prompts, targets=True)
 
     @cached_property
     def judges(self):
@@ -210,8 +233,6 @@ class RealWorld:
     def make_vae(self):
         """The released VAE with its latents' statistics over the first utterances of the run."""
         c = self.run.config.real
-        if not c.vae:
-            raise ValueError("real.vae is empty; name Semantic-VAE's dac/ema_state_dict.pth")
         vae = load_semantic_vae(c.vae).to(self.run.device)
         order = self.batches.batch(0)[0]
         step = 1
@@ -313,6 +334,7 @@ class RandomJudge:
 
 class DryWorld(RealWorld):
     """Random weights and data of the right shapes, so that every stage can run once anywhere."""
+    check = ToyWorld.check
     def __init__(self, run):
         super().__init__(run)
         self.judges = {"asr": RandomJudge(), "speaker": RandomJudge()}

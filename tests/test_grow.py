@@ -507,6 +507,7 @@ class LinearVAE:
     """A waveform that holds each latent for HOP / D samples; encode is decode's exact inverse."""
     def __init__(self):
         self.encoded = []
+        self.latent_mean = torch.zeros(1)       # tells the device
 
     def decode(self, latents, lengths):
         assert (lengths <= latents.shape[1]).all()

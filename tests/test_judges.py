@@ -94,9 +94,11 @@ def head_shapes(hidden, layers, channels, scale, pooled, bottleneck, embed_dim):
 def random_tensor(name, shape, g):
     if name.endswith("num_batches_tracked"):
         return torch.tensor(7)
-    if name.endswith("running_var") or name.endswith("weight_g"):
+    # Nothing stays at a default, where two names could be swapped unseen.
+    if name.endswith(("running_var", "weight_g")) or (name.endswith(".weight") and len(shape) == 1):
         return 0.5 + torch.rand(shape, generator=g)
-    return 0.2 * torch.randn(shape, generator=g)    # no default stays, so no name can hide
+    fan_in = np.prod(shape[1:]) if len(shape) > 1 else 10
+    return torch.randn(shape, generator=g) / fan_in ** 0.5
 
 
 def random_state(shapes, seed=0):

@@ -364,6 +364,7 @@ class RepeatVAE:
     """Each sample of a frame is its first latent. Remembers what it was asked for."""
     def __init__(self):
         self.lengths, self.shapes = [], []
+        self.latent_mean = torch.zeros(1)       # tells the device
 
     def decode(self, latents, lengths):
         self.lengths += lengths.tolist()

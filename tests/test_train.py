@@ -335,7 +335,7 @@ def test_a_checkpoint_of_another_config_is_not_continued(tmp_path):
         module(torch.ones(1, 1)).sum().backward()
         return {}
     run.fit("vae", module, gradients, 3, 0.1)
-    with pytest.raises(ValueError, match="vae.0000002.resume.safetensors is of another vae section: "
+    with pytest.raises(ValueError, match="vae.0000003.resume.safetensors is of another vae section: "
                                          "lr 0.002 there, 1.0 now"):
         micro_run(tmp_path, "vae.lr=1").fit("vae", module, gradients, 3, 0.1)
 
@@ -475,7 +475,26 @@ def test_grows_log_has_what_the_readme_tells_one_to_watch(micro):
                    if '"grow"' in line]:
         assert set(record) >= {
             "wer", "wer_spread", "sim", "sim_spread", "discarded", "policy", "anchor", "grad_norm",
-            "sec_rollout", "sec_decode", "sec_reward", "sec_update", "audio_sec", "caps", "bad"}
+            "sec_rollout", "sec_decode", "sec_reward", "sec_update", "audio_sec", "caps", "bad",
+            "seconds", "rate", "silence", "loudness", "below_anchor", "skipped"}
+    assert "noise of the rewards (their spread within a group): wer " in micro.text
+
+
+def test_probes_stand_in_the_log_and_the_best_weights_are_kept(micro, tmp_path, capsys):
+    train.main([*micro.words, f"out_dir={tmp_path}", f"weights_dir={micro.dir}", "stages=grow",
+                "guards.probe_every=1", "guards.probe_n=4", "guards.probe_nfe=1",
+                "guards.warm_steps=1", "guards.anchor=1e-9"])
+    scores = [r["held_out_sim"] - r["held_out_wer"] for r in log_of(tmp_path)]
+    best, meta = load_tensors(tmp_path / "grow.best.safetensors")
+    assert len(scores) == 3 and meta["step"] == scores.index(max(scores))
+    assert meta["score"] == pytest.approx(max(scores), abs=2e-6)
+    last = load_tensors(tmp_path / "grow.safetensors")[0]
+    assert best.keys() < last.keys()
+    if meta["step"] == 2:
+        assert all(torch.equal(best[k], last[k]) for k in best)
+    straight = load_tensors(micro.dir / "grow.safetensors")[0]
+    assert all(torch.equal(straight[k], last[k]) for k in last)     # probing changes nothing
+    assert capsys.readouterr().out.count("warning at step 1: anchor was") == 1
 
 
 def test_grow_moves_the_policy_but_not_its_stop_head(micro):
