@@ -245,7 +245,7 @@ def main(words=None):
                 cfg_scale=c.cfg_scale if args.cfg_scale is None else args.cfg_scale)
     text, wav = world.clean(args.text), read_prompt(args.prompt)   # refuse before the slow part
     if args.prompt_text is None:
-        prompt_text = world.transcribe(wav)
+        prompt_text = world.transcribe(wav, text)
         print(f"note: no --prompt-text; the recogniser hears {prompt_text!r}")
     else:
         prompt_text = world.clean(args.prompt_text)

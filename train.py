@@ -29,6 +29,7 @@ import torch.nn as nn
 import evaluate
 import guards
 import plan
+import testsets
 from config import Config, build, load_config
 from grow import collect, grow_step, speak
 from model import DiTAR, ModelConfig, pretrain_loss, round_up, valid_patches
@@ -302,7 +303,9 @@ def main(words=None):
         if stage == "corpus":
             world.make_corpus()
         elif stage == "evaluate":
-            if run.main:
+            if config.evaluate.lists:
+                testsets.run_lists(run, world)
+            elif run.main:
                 run_evaluate(run, world)
         elif stage not in todo:
             if run.main:

@@ -400,13 +400,16 @@ def vae_loss(vae, wavs, noise):
 
 
 @torch.no_grad()
-def latent_statistics(vae, wavs):
-    """Mean and standard deviation of each channel of the raw posterior means, (D,) each, for the
-    buffers latent_mean and latent_std. wavs: any iterable of (S,), read once."""
+def latent_statistics(vae, wavs, sampled=False):
+    """Mean and standard deviation of each channel of the raw posterior means (of its samples with
+    sampled), (D,) each, for the buffers latent_mean and latent_std. wavs: any iterable of (S,),
+    read once."""
     n, total, squares = 0, 0.0, 0.0
     for wav in wavs:
-        mean = vae.posterior(wav[None])[0][0].double()              # (T, D)
+        mean, log_var = (v[0].double() for v in vae.posterior(wav[None]))           # (T, D)
         n, total, squares = n + len(mean), total + mean.sum(0), squares + mean.square().sum(0)
+        if sampled:
+            squares = squares + log_var.exp().sum(0)
     if n < 2:
         raise ValueError(f"latent statistics of {n} frames; give more speech")
     std = (squares / n - (total / n).square()).clamp(min=0).sqrt()

@@ -8,7 +8,7 @@
     prompt(step, slot, attempt)      a grow.Prompt of the RL set
     streams()                        the reward streams that the config gives a weight
     held_out(n, split), judges       prompts, real speech and judges of an evaluation
-    make_prompt(wav, prompt_text, text), clean(text), transcribe(wav)       for the command line
+    make_prompt(wav, prompt_text, text), clean(text), transcribe(wav, text)     for sample.py
 
 ToyWorld speaks for itself with eSpeak NG; RealWorld reads corpora, a released VAE, Qwen3's tokenizer
 and real judges by the paths in the config. To train on other data, write a third.
@@ -125,7 +125,8 @@ class ToyWorld:
             print(f"note: the toy model never heard {strange}; expect babble there")
         return text
 
-    def transcribe(self, wav):
+    def transcribe(self, wav, text):
+        """What a prompt says; text: what is to be said in its voice, whose language it shares."""
         return self.judges["asr"].transcribe([wav])[0]
 
     @cached_property
@@ -240,7 +241,7 @@ class RealWorld:
             order = order + self.batches.batch(step)[0]
             step += 1
         wavs = (wav.to(self.run.device) for _, wav in self.loader.load(order[:c.statistics]))
-        mean, std = latent_statistics(vae, wavs)
+        mean, std = latent_statistics(vae, wavs, self.run.config.model.latent == "sample")
         vae.latent_mean.copy_(mean)
         vae.latent_std.copy_(std)
         self.run.finish("vae", vae.state_dict(), {
@@ -302,8 +303,9 @@ class RealWorld:
             raise ValueError(f"the text {text!r} has no word to speak; give at least one")
         return " ".join(text.split())
 
-    def transcribe(self, wav):
-        return self.judges["asr"].transcribe([wav])[0]
+    def transcribe(self, wav, text):
+        langs = [[rewards.lang_of(text)]] if self.run.config.rewards.lang == "auto" else []
+        return self.judges["asr"].transcribe([wav], *langs)[0]
 
 
 # ---------------------------------------------------------------- dry run

@@ -109,13 +109,16 @@ def test_every_stage_runs_on_files_and_a_second_time_is_skipped(real, stand_ins,
 
 
 def test_the_latent_statistics_are_those_of_the_data(real, tmp_path):
-    run = real_run(real, tmp_path, "real.statistics=12")
-    world = RealWorld(run)
-    world.make_vae()
-    wavs = [data.read_audio(item) for item in world.items]
-    means = torch.cat([world.vae.encode(wav[None])[0][0] for wav in wavs])
-    assert means.mean(dim=0).abs().max() < 1e-4
-    torch.testing.assert_close(means.std(dim=0, correction=0), torch.ones(8), atol=1e-3, rtol=1e-3)
+    for latent in ("mean", "sample"):
+        run = real_run(real, tmp_path / latent, "real.statistics=12", f"model.latent={latent}")
+        world = RealWorld(run)
+        world.make_vae()
+        means, log_vars = (torch.cat(v) for v in zip(*(
+            (m[0], s[0]) for m, s in (world.vae.encode(data.read_audio(item)[None])
+                                      for item in world.items))))
+        assert means.mean(dim=0).abs().max() < 1e-4
+        variance = means.var(dim=0, correction=0) + (latent == "sample") * log_vars.exp().mean(0)
+        torch.testing.assert_close(variance, torch.ones(8), atol=1e-3, rtol=1e-3)
 
 
 def test_pretraining_rows_repeat_and_cover_the_data_over_ranks(real, tmp_path):
