@@ -22,7 +22,8 @@ import numpy as np
 import soundfile
 
 import rewards as reward_module
-from rewards import SAMPLE_RATE, is_bad, wer
+from audio import SAMPLE_RATE
+from rewards import is_bad, wer
 from sample import decode_wavs, generate
 
 METRICS = {                     # name -> heading, factor, better

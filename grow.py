@@ -20,6 +20,7 @@ import torch
 
 import guards
 import rewards as reward_module
+from audio import SAMPLE_RATE
 from model import draw_latents, history_of, interpolate, pad_rows, round_up
 from sample import decode_wavs, generate, guided
 
@@ -332,6 +333,6 @@ def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
             "flow": sums["l"] / len(w),
             "below_anchor": (w < -c.beta_w2).float().mean().item(),
             "patches": (batch.n - batch.n_prompt).float().mean().item(),
-            "audio_sec": sum(len(x) for x in groups.wavs) / reward_module.SAMPLE_RATE,
+            "audio_sec": sum(len(x) for x in groups.wavs) / SAMPLE_RATE,
             "sec_update": time.perf_counter() - started}
     return log

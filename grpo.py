@@ -38,7 +38,7 @@ import torch
 
 from grow import collect, speak, weights
 from model import pad_rows
-from rewards import SAMPLE_RATE
+from audio import SAMPLE_RATE
 from sample import Utterance, times, velocity_fn
 
 # How far a ratio may be from 1 before the first update, by the actor's precision. On the toy model

@@ -37,11 +37,10 @@ from pathlib import Path
 
 import jiwer
 import numpy as np
-import soundfile
-import soxr
 import torch
 
-from judges import (LANGS, MAX_NEW_TOKENS, MIN_SAMPLES, SAMPLE_RATE, UTMOS, Paraformer, RoutedASR,
+from audio import read_wav
+from judges import (LANGS, MAX_NEW_TOKENS, MIN_SAMPLES, UTMOS, Paraformer, RoutedASR,
                     SpeakerVerifier, Whisper, check_lang, funasr_model, to_simplified)
 
 # Deleted, not replaced by a blank ("well-known" -> "wellknown"), as both public WER scripts do:
@@ -147,27 +146,6 @@ def cer(ref, hyp, lang="en"):
 
 
 # ---- audio and judges ------------------------------------------------------------------------
-
-def read_wav(path):
-    """An audio file as (S,) float32 at 16 kHz, not cropped. Channels are averaged and other rates
-    resampled (soxr), each with a note on the screen. Raises ValueError that names the file if it
-    cannot be read, is empty or holds NaN."""
-    try:
-        wav, rate = soundfile.read(path, dtype="float32", always_2d=True)         # (S, channels)
-    except (OSError, soundfile.LibsndfileError) as error:
-        raise ValueError(f"{path}: no readable audio file ({error})") from error
-    if wav.shape[1] > 1:
-        print(f"note: {path} has {wav.shape[1]} channels; their mean is used")
-    wav = wav.mean(axis=1)
-    if not np.isfinite(wav).all():
-        raise ValueError(f"{path} holds NaN or infinite samples; export it again")
-    if rate != SAMPLE_RATE:
-        print(f"note: {path} is at {rate} Hz; resampled to {SAMPLE_RATE} Hz")
-        wav = soxr.resample(wav, rate, SAMPLE_RATE)
-    if not len(wav):
-        raise ValueError(f"{path} is empty")
-    return torch.from_numpy(np.ascontiguousarray(wav, dtype=np.float32))
-
 
 def is_bad(wav):
     """True if there is nothing to judge in wav (S,): empty, too short, non-finite or silent."""

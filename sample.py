@@ -13,14 +13,12 @@ import argparse
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import soundfile
-import soxr
 import torch
 
+from audio import SAMPLE_RATE, read_wav
 from model import Cache, round_up
 
-SAMPLE_RATE = 16_000
 PATCH_SAMPLES = 1_600
 
 
@@ -205,24 +203,11 @@ MIN_PROMPT_SEC = 0.5
 def read_prompt(path):
     """A prompt wav as (S,) float32 at 16 kHz, cropped at its start to whole patches. Other rates
     and stereo are converted with a note. Raises ValueError if it cannot serve as a prompt."""
-    try:
-        wav, rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except (OSError, soundfile.LibsndfileError) as error:
-        raise ValueError(f"--prompt {path}: no readable audio file ({error})") from error
-    if wav.shape[1] > 1:
-        print(f"note: {path} has {wav.shape[1]} channels; their mean is used")
-    wav = wav.mean(axis=1)
-    if not np.isfinite(wav).all():
-        raise ValueError(f"--prompt {path} holds NaN or infinite samples; export it again")
-    if rate != SAMPLE_RATE:
-        print(f"note: {path} is at {rate} Hz; resampled to {SAMPLE_RATE} Hz")
-        wav = soxr.resample(wav, rate, SAMPLE_RATE)
+    wav = read_wav(path, silence=False)
     if len(wav) < MIN_PROMPT_SEC * SAMPLE_RATE:
         raise ValueError(f"--prompt {path} lasts {len(wav) / SAMPLE_RATE:.2f} s; a voice needs "
                          f"{MIN_PROMPT_SEC} s at least")
-    if np.abs(wav).max() < 1e-3:
-        raise ValueError(f"--prompt {path} is silent; record it louder")
-    return torch.from_numpy(wav[len(wav) % PATCH_SAMPLES:].copy())
+    return wav[len(wav) % PATCH_SAMPLES:]
 
 
 def main(words=None):

@@ -36,9 +36,10 @@ from tqdm import tqdm
 import data
 import rewards
 import run as runs
+from audio import SAMPLE_RATE
 from evaluate import bootstrap_means, interval, read_records, speak, write_records
 from judges import UTMOS, WHISPER_BATCH
-from rewards import SAMPLE_RATE, RewardConfig, is_bad
+from rewards import RewardConfig, is_bad
 
 SYSTEMS = {"real": "Real", "pretrain": "Pretrain", "grow": "GROW"}
 METRICS = {"wer": ("WER %", 3, "down"), "sim": ("SIM", 3, "up"), "utmos": ("UTMOS", 2, "up")}

@@ -33,9 +33,7 @@ from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import soundfile
-import soxr
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -43,7 +41,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.audio_utils import mel_filter_bank
 
-SAMPLE_RATE = 16_000
+from audio import SAMPLE_RATE, read_wav
+
 MAX_AUDIO_SEC = 60      # audio that goes through the networks at once: about 2 GB at full size
 MEL_SCALES = ((128, 10), (256, 20), (512, 40), (1024, 80))     # (window in samples, mel bands)
 MEL_WEIGHT = 15.0       # of the reconstruction in vae_loss, upstream's
@@ -524,28 +523,6 @@ def save_semantic_vae(vae, path):
 
 # ---------------------------------------------------------------- command line
 
-def read_audio(path):
-    """An audio file as (S,) float32 at 16 kHz. Other rates and stereo are converted with a note.
-    Raises ValueError if there is no sound in it."""
-    try:
-        wav, rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except (OSError, soundfile.LibsndfileError) as error:
-        raise ValueError(f"{path}: no readable audio file ({error})") from error
-    if wav.shape[1] > 1:
-        print(f"note: {path} has {wav.shape[1]} channels; their mean is used")
-    wav = wav.mean(axis=1)
-    if not len(wav):
-        raise ValueError(f"{path} holds no samples; record it again")
-    if not np.isfinite(wav).all():
-        raise ValueError(f"{path} holds NaN or infinite samples; export it again")
-    if np.abs(wav).max() < 1e-3:
-        raise ValueError(f"{path} is silent; record it louder")
-    if rate != SAMPLE_RATE:
-        print(f"note: {path} is at {rate} Hz; resampled to {SAMPLE_RATE} Hz")
-        wav = soxr.resample(wav, rate, SAMPLE_RATE)
-    return torch.from_numpy(wav)
-
-
 @torch.no_grad()
 def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -553,7 +530,7 @@ def main(words=None):
     parser.add_argument("wav", help="audio file to reconstruct")
     parser.add_argument("out", help="wav file to write")
     args = parser.parse_args(words)
-    wav = read_audio(args.wav)                                      # refuse before the slow part
+    wav = read_wav(args.wav, silence=False)                                     # refuse before the slow part
     if Path(args.out).suffix != ".wav" or not Path(args.out).absolute().parent.is_dir():
         raise ValueError(f"{args.out}: wanted a name that ends in .wav, in a folder that exists")
     vae = load_semantic_vae(args.ckpt)

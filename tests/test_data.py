@@ -16,7 +16,7 @@ import torch
 
 import data
 from data import Batches, BrokenAudio, DataConfig, Item, Loader, plan_epoch, read_audio
-from rewards import CJK_PUNCTUATION, LANGS, normalize
+from rewards import CJK_PUNCTUATION, normalize
 
 needs_mp3 = pytest.mark.skipif("MP3" not in soundfile.available_formats(),
                                reason="this libsndfile has no mp3")
@@ -74,7 +74,7 @@ def items_of(n, lang="en", sec=3.0, **fields):
 def test_a_default_config_is_valid_and_has_the_papers_numbers():
     c = DataConfig()
     assert (c.dnsmos_min, c.min_sec, c.max_sec, c.n_prompts) == (3.2, 1.5, 15.0, 30_000)
-    assert data.LANGS == LANGS and data.SAMPLE_RATE == 16_000 and data.PATCH_SAMPLES == 1_600
+    assert (data.SAMPLE_RATE, data.PATCH_SAMPLES) == (16_000, 1_600)
 
 
 @pytest.mark.parametrize("field", [
@@ -269,7 +269,7 @@ def test_the_papers_filters_are_strict_for_dnsmos_and_inclusive_for_length():
     out = [Item("", "a", "en", "", 3.0, 3.2), Item("", "a", "en", "", 1.49, 3.3),
            Item("", "a", "en", "", 15.01, 3.3), Item("", "a", "fr", "", 3.0, 3.3),
            Item("", " ... ", "en", "", 3.0, 3.3)]
-    kept, dropped = data.keep([*cases.values(), *out], LANGS, 1.5, 15.0, 3.2)
+    kept, dropped = data.keep([*cases.values(), *out], data.LANGS, 1.5, 15.0, 3.2)
     assert kept == list(cases.values())
     assert dropped == {"DNSMOS up to 3.2": 1, "under 1.5 s": 1, "over 15 s": 1,
                        "language 'fr'": 1, "empty text": 1}
@@ -548,7 +548,8 @@ def write_list(path, *lines, end="\n"):
 
 @pytest.mark.parametrize("end", ("\n", "\r\n"))
 def test_seedtts_lists_of_5_4_3_and_2_fields(tmp_path, capsys, end):
-    path = write_list(tmp_path / "en/meta.lst", "u5|It's me.|prompt-wavs/p.wav|Hello.|gt/u5.wav",
+    path = write_list(tmp_path / "en/meta.lst",
+                      "\ufeffu5|It's me.|prompt-wavs/p.wav|Hello.|gt/u5.wav",      # with a BOM
                       "u4|Me.|prompt-wavs/p.wav|Hello.", "g4|Me.|prompt-wavs/p.wav|Hello.",
                       "u3.wav|Hello.|prompt-wavs/p.wav", "u2|Hello.", end=end)
     write_wav(tmp_path / "en/wavs/g4.wav", tone(1))

@@ -95,7 +95,7 @@ def random_tensor(name, shape, g):
     if name.endswith("num_batches_tracked"):
         return torch.tensor(7)
     # Nothing stays at a default, where two names could be swapped unseen.
-    if name.endswith(("running_var", "weight_g")) or (name.endswith(".weight") and len(shape) == 1):
+    if name.endswith(("running_var", "weight_g")) or name.endswith("weight") and len(shape) == 1:
         return 0.5 + torch.rand(shape, generator=g)
     fan_in = np.prod(shape[1:]) if len(shape) > 1 else 10
     return torch.randn(shape, generator=g) / fan_in ** 0.5
@@ -572,7 +572,7 @@ def test_the_token_cap_stays_inside_whispers_positions(tiny_whisper):
     assert len(text) <= 3
     assert Whisper(tiny_whisper, max_new_tokens=444).transcribe([noise(8_000)])
     for tokens in (0, 445):
-        with pytest.raises(ValueError, match=f"max_new_tokens={tokens}; Whisper has room for 1 to"):
+        with pytest.raises(ValueError, match=f"max_new_tokens={tokens}; Whisper has room for"):
             Whisper("there/is-no-such-model", max_new_tokens=tokens)
 
 
@@ -605,9 +605,10 @@ def test_a_folder_that_is_no_whisper_says_what_to_give(tmp_path, tiny_whisper, k
             tensors = load_file(weights)
             save_file({k: v for k, v in tensors.items() if "fc1" not in k}, weights,
                       {"format": "pt"})
-    with pytest.raises(OSError, match=f"could not load Whisper from .*config.json.*{message}") as e:
+    message = f"could not load Whisper from .*config.json.*{message}"
+    with pytest.raises(OSError, match=message) as error:
         Whisper(str(folder))
-    assert str(folder) in str(e.value)
+    assert str(folder) in str(error.value)
 
 
 def test_whisper_refuses_clips_that_it_would_answer_with_made_up_words(tiny_whisper):

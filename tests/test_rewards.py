@@ -12,8 +12,9 @@ import soundfile
 import torch
 
 import rewards
+from audio import read_wav
 from rewards import (RewardConfig, SIMReward, WERReward, cer, check_judges, is_bad, lang_of,
-                     load_asr, load_speaker, normalize, read_wav, score, wer, word_errors)
+                     load_asr, load_speaker, normalize, score, wer, word_errors)
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import vae as module
+from audio import read_wav
 from sample import Utterance, decode_wavs
 from vae import (AliasFree, SemanticVAE, SemanticVAEConfig, SnakeBeta, equal_rows, fold, kl,
-                 latent_statistics, load_semantic_vae, low_pass, main, read_audio, reconstruct,
+                 latent_statistics, load_semantic_vae, low_pass, main, reconstruct,
                  sample_posterior, save_semantic_vae, snake, vae_loss)
 
 HOP, P = 400, 4
@@ -675,7 +676,7 @@ def test_a_file_is_reconstructed_at_16_khz_and_its_length(small, tmp_path, capsy
 
 
 def test_unusable_audio_is_refused_before_the_checkpoint_is_read(tmp_path):
-    cases = (("empty.wav", np.zeros(0), "no samples"), ("silent.wav", np.zeros(800), "is silent"),
+    cases = (("empty.wav", np.zeros(0), "is empty"), ("silent.wav", np.zeros(800), "is silent"),
              ("nan.wav", np.full(800, np.nan), "NaN or infinite"))
     for name, samples, text in cases:
         soundfile.write(tmp_path / name, samples, 16_000, subtype="FLOAT")
@@ -684,7 +685,7 @@ def test_unusable_audio_is_refused_before_the_checkpoint_is_read(tmp_path):
     (tmp_path / "text.wav").write_text("no sound")
     for name in ("text.wav", "missing.wav"):
         with pytest.raises(ValueError, match="no readable audio file"):
-            read_audio(tmp_path / name)
+            read_wav(tmp_path / name)
     soundfile.write(tmp_path / "good.wav", np.sin(np.arange(800)), 16_000)
     for out in ("x.mp3", str(tmp_path / "nowhere" / "x.wav")):
         with pytest.raises(ValueError, match="in a folder that exists"):
