@@ -112,7 +112,7 @@ def memory(config, gpus, total):
         vae = SemanticVAE(SemanticVAEConfig(latent_dim=m.latent_dim))
     return {"policy, fp32": 4 * total, "its gradients, fp32": 4 * total,
             "AdamW's two moments, fp32": 8 * total, "frozen reference, fp32": 4 * total,
-            "copy for rollouts, bf16": 2 * total,
+            "copy for rollouts, bf16": 2 * total, "autocast's copies, bf16": 2 * total,
             **({"averaged weights, fp32": 4 * total} if g.ema > 0 else {}),
             "Semantic-VAE, fp32": 4 * sum(p.numel() for p in vae.parameters()), **JUDGES,
             f"activations of {rows:.0f} rollouts (a micro batch)": activations,
@@ -145,8 +145,10 @@ def show(config, gpus=8, tflops=400.0):
             print(f"  {name:14}{flops / 1e12:9.1f} TFLOP {by_flops:8.2f} s   "
                   f"{kernels:9,.0f} kernels {by_launch:8.2f} s")
         print(f"  {'step':14}{'':16}{whole:8.2f} s   {steps:,} steps: {steps * whole / 3600:.1f} h")
+    downloads = 1.5e9 + 0.3e9 + sum(JUDGES.values())
     print(f"\ndisk\n  {'a checkpoint to continue from':42}{12 * total / 1e9:10.1f} GB"
           f"   (keep_last={config.keep_last} of them)"
           f"\n  {'results of pretrain and grow':42}{8 * total / 1e9:10.1f} GB"
-          f"\n  {'Qwen3-0.6B, Semantic-VAE, judges':42}{(1.5e9 + 0.3e9 + sum(JUDGES.values())) / 1e9:10.1f} GB"
-          f"\n  {'95,000 h of speech as mp3 at 64 kbit/s':42}{95e3 * MP3_BYTES_PER_HOUR / 1e9:10.0f} GB")
+          f"\n  {'Qwen3-0.6B, Semantic-VAE, judges':42}{downloads / 1e9:10.1f} GB"
+          f"\n  {'95,000 h of speech as mp3 at 64 kbit/s':42}"
+          f"{95e3 * MP3_BYTES_PER_HOUR / 1e9:10.0f} GB")

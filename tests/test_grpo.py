@@ -159,7 +159,7 @@ def record(model, c=GrpoConfig(), nfe=6, cfg_scale=1.5, order=(0, 1), group=3):
     return recorder.attach(spoken), recorder.window
 
 
-ADVANTAGES = torch.tensor([1.2, -0.7, -0.5, 0.4, -1.1, 0.7])        # both groups sum to 0
+ADVANTAGES = torch.tensor([1.2, -0.7, -0.9, 0.4, -1.1, 1.1])        # sum to 0
 
 
 def loss_of(policy, spoken, window, c=GrpoConfig(), advantages=ADVANTAGES, reference=None,
@@ -477,7 +477,7 @@ def test_a_step_equals_its_parts_put_together_by_hand():
     assert log["patches"] == 3 and log["audio_sec"] == 8 * 3 * P * HOP / 16_000
     assert log["window_start"] == 1
     assert log["first"] == pytest.approx(rewards["first"].mean().item(), abs=1e-6)
-    assert {"last", "last_spread", "sec_rollout", "sec_decode", "sec_reward", "sec_update"} <= {*log}
+    assert {"last", "last_spread", "sec_rollout", "sec_decode", "sec_reward"} <= log.keys()
     assert all(math.isfinite(value) for value in log.values())
 
 
