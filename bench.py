@@ -12,7 +12,7 @@ from train import GrowTrainer
 
 def profile(run, world, steps=3):
     """Where a GROW step's time goes, and how far LocDiT is from this machine's matrix product."""
-    c, s, m = run.config.grow, run.config.sample, run.config.model
+    c, s, m = run.config.rl, run.config.sample, run.config.model
     trainer = GrowTrainer(run, world)
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     trainer.gradients(0)                                            # warm-up
@@ -50,7 +50,7 @@ def profile(run, world, steps=3):
     needed = mean["patches"] * s.nfe * rows * row / 1e9
     total = sum(seconds.values())
     print(f"{torch.get_num_threads()} threads, {dtype}; {R} rollouts a step, "
-          f"{mean['patches']:.1f} patches each, NFE {s.nfe}, {c.draws} draws")
+          f"{mean['patches']:.1f} patches each, NFE {s.nfe}")
     for name, sec in seconds.items():
         print(f"  {name:8} {sec:6.2f} s  {100 * sec / total:3.0f} %")
     print(f"  step     {total:6.2f} s        {R / total:.1f} rollouts/s in all, "

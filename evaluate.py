@@ -23,6 +23,7 @@ import soundfile
 
 import rewards as reward_module
 from audio import SAMPLE_RATE
+from checks import at_least, run_main
 from rewards import is_bad, wer
 from sample import decode_wavs, generate
 
@@ -48,6 +49,11 @@ class EvalConfig:
     lists: dict = field(default_factory=dict)   # public test sets instead (testsets.py): name ->
     #                                             list file
     librispeech_root: str = ""  # LibriSpeech's test-clean folder, for the list librispeech-pc
+
+    def __post_init__(self):
+        at_least("evaluate", self, n=1, nfe=1, batch=1, keep_wavs=0)
+        if self.split not in ("eval", "tune"):
+            raise ValueError(f"evaluate.split={self.split!r}; wanted eval or tune")
 
 
 # ---------------------------------------------------------------- scoring
@@ -109,8 +115,15 @@ def read_records(path):
     if not Path(path).exists():
         raise ValueError(f"no {path}; run the evaluate stage of that run first "
                          "(python train.py --config ... stages=evaluate)")
+    records = []
     with open(path, encoding="utf-8") as file:          # splitlines would also split in a text
-        return [json.loads(line) for line in file]
+        for number, line in enumerate(file, 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path} line {number} is no json ({error}); was it cut off? "
+                                 "evaluate that run again") from error
+    return records
 
 
 # ---------------------------------------------------------------- statistics
@@ -235,7 +248,7 @@ def write_report(out_dir, wavs_before, wavs_after, prompts, real, before, after,
             soundfile.write(folder / f"{i:04d}_{name}.wav", wav.numpy(), SAMPLE_RATE)
     path = out_dir / "log.jsonl"
     log = [r for r in map(json.loads, path.read_text().splitlines())
-           if r["stage"] == "grow" and "flow" in r] if path.exists() else []
+           if r["stage"] == "grow" and "patches" in r] if path.exists() else []
     if log:
         figure(out_dir / "figure.png", log,
                [(before[i]["ref"], wavs_before[i].numpy(), wavs_after[i].numpy())
@@ -316,4 +329,4 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

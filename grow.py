@@ -21,6 +21,7 @@ import torch
 import guards
 import rewards as reward_module
 from audio import SAMPLE_RATE
+from checks import at_least, shares
 from model import draw_latents, history_of, interpolate, pad_rows, round_up
 from sample import decode_wavs, generate, guided
 
@@ -57,10 +58,12 @@ class GrowConfig:
                             ("target", ("reencode", "latents")), ("t_per", ("rollout", "patch"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"grow.{name}={getattr(self, name)!r}; known are {known}")
-        for name, least in (("steps", 1), ("prompts_per_step", 1), ("draws", 1),
-                            ("micro_batch", 1), ("redraws", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"grow.{name}={getattr(self, name)}; wanted {least} or more")
+        at_least("grow", self, steps=1, prompts_per_step=1, draws=1, micro_batch=1, redraws=0,
+                 beta_w2=0, lr=0, warmup=0, weight_decay=0, tau=0)
+        shares("grow", self, "betas", "ema", one=False)
+        if not self.grad_clip > 0:
+            raise ValueError(f"grow.grad_clip={self.grad_clip}; wanted more than 0, and a large "
+                             "number where nothing is to be clipped")
 
 
 @dataclass

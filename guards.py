@@ -70,7 +70,7 @@ class Drift:
             self.first.append(dict(logs))
             return []
         warnings = []
-        for name in PANEL:
+        for name in (n for n in PANEL if n in logs):    # GRPO has no anchor
             bound = getattr(self.config, name)
             start = sum(r[name] for r in self.first) / len(self.first)
             moved = logs[name] - start

@@ -27,6 +27,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from checks import at_least, shares
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -57,6 +59,17 @@ class ModelConfig:
     def __post_init__(self):
         if self.latent not in ("mean", "sample"):
             raise ValueError(f"model.latent={self.latent!r}; wanted mean or sample")
+        at_least("model", self, vocab_size=1, latent_dim=1, patch_frames=1, chars_per_patch=0,
+                 stop_weight=0, noise_mult=1)
+        shares("model", self, "drop_h")
+        for name in ("lm", "encoder", "locdit"):
+            c = getattr(self, name)
+            at_least(f"model.{name}", c, dim=1, layers=1, heads=1, kv_heads=1, head_dim=2,
+                     mlp_dim=1)
+            if c.heads % c.kv_heads or c.head_dim % 2:
+                raise ValueError(f"model.{name}: heads={c.heads}, kv_heads={c.kv_heads}, head_dim="
+                                 f"{c.head_dim}; wanted heads a multiple of kv_heads, which they "
+                                 "share, and an even head_dim, which rotary positions halve")
 
 
 # ---------------------------------------------------------------- the transformer

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 
 from audio import read_wav
+from checks import run_main
 from judges import (LANGS, MAX_NEW_TOKENS, MIN_SAMPLES, UTMOS, Paraformer, RoutedASR,
                     SpeakerVerifier, Whisper, check_lang, funasr_model, to_simplified)
 
@@ -55,6 +56,9 @@ CJK_PUNCTUATION = (
 PUNCTUATION = string.punctuation + CJK_PUNCTUATION
 CJK_IDEOGRAPH = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.pth)(?<!\.pt)")  # org/name
+NO_TOY_ASR = ("the toy recogniser serves the toy world's English only; name the folder or hub id "
+              "of a Whisper")
+NO_TOY_SPEAKER = "speaker='toy' serves the toy world only; name wavlm_large_finetune.pth"
 SILENCE_PEAK = 1e-4     # -80 dBFS; Whisper answers silence with made-up words, never with ""
 
 
@@ -77,6 +81,9 @@ class RewardConfig:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}; use 1 to {MAX_NEW_TOKENS}")
         if self.error_unit not in ("word", "char"):
             raise ValueError(f"error_unit={self.error_unit!r} is unknown; use 'word' or 'char'")
+        if not any(self.weights.values()):
+            raise ValueError(f"rewards.weights={self.weights} leave nothing to reward; give one "
+                             "stream a weight at least")
 
 
 # ---- text ------------------------------------------------------------------------------------
@@ -153,14 +160,19 @@ def is_bad(wav):
             or bool(wav.abs().max() < SILENCE_PEAK))
 
 
-def check_judges(config):
-    """Raises FileNotFoundError or ImportError if a judge that the config names is not there.
-    Cheap: for the start of a run, hours before its first reward."""
+def check_judges(config, toy=True):
+    """Raises FileNotFoundError or ImportError if a judge that the config names is not there, and
+    ValueError for "toy" without toy, the toy world. Cheap: for the start of a run, hours before its
+    first reward."""
     names, files = {}, {"speaker": config.speaker, "utmos": config.utmos}
     if config.lang != "zh" or config.zh_asr == "whisper":
         names["asr"] = config.asr
     if config.lang != "en" and config.zh_asr not in ("paraformer", "whisper"):
         names["zh_asr"] = config.zh_asr
+    if names.get("asr") == "toy" and not (toy and config.lang == "en"):
+        raise ValueError(f"asr='toy' with lang={config.lang!r}: {NO_TOY_ASR}")
+    if config.speaker == "toy" and not toy:
+        raise ValueError(NO_TOY_SPEAKER)
     for field_name, name in names.items():
         if not (name == "toy" or Path(name).exists() or HUB_ID.fullmatch(name)):
             raise FileNotFoundError(f"{field_name}={name!r} is no folder here and no hub id "
@@ -184,8 +196,7 @@ def load_asr(config, device="cpu", toy=None, cap=True):
     if config.asr == "toy" and (config.lang != "zh" or config.zh_asr == "whisper"):
         if config.lang == "en" and toy is not None:
             return toy
-        raise ValueError(f"asr='toy' with lang={config.lang!r}: the toy recogniser serves the toy "
-                         "world's English only; name the folder or hub id of a Whisper")
+        raise ValueError(f"asr='toy' with lang={config.lang!r}: {NO_TOY_ASR}")
     limit = config.max_new_tokens if cap else None
     with rng_untouched():   # funasr seeds every generator when it loads
         if config.lang == "en" or config.zh_asr == "whisper":
@@ -207,7 +218,7 @@ def load_speaker(config, device="cpu", toy=None):
     if config.speaker != "toy":
         return SpeakerVerifier.load(config.speaker, device)
     if toy is None:
-        raise ValueError("speaker='toy' serves the toy world only; name wavlm_large_finetune.pth")
+        raise ValueError(NO_TOY_SPEAKER)
     return toy
 
 
@@ -329,6 +340,9 @@ def main(words=None):
         args.speaker and load_speaker(config, device),
         args.utmos and UTMOS.load(args.utmos, device))
     heard = asr.transcribe(audio) if asr else []
+    if getattr(asr, "truncated", 0):
+        print(f"note: {asr.truncated} of the files are longer than 30 s; Whisper heard their first "
+              "30 s only")
     scores = utmos.score(audio).tolist() if utmos else []
     others = [args.prompt] * len(audio) if args.prompt else args.wavs[::-1]
     sims = SIMReward(speaker)(audio, None, [wavs[path] for path in others]) if speaker else []
@@ -347,4 +361,4 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -28,33 +29,49 @@ from tqdm import tqdm
 
 # What the progress bar shows; the log has all.
 SHOWN = ("wer", "sim", "anchor", "caps", "loss", "reconstruction", "kl", "flow", "stop", "sec")
+VERSION = 1                     # of the files; raised when older ones can no longer be read
 
 
 # ---------------------------------------------------------------- files
 
-def save_tensors(path, tensors, meta):
-    """Write safetensors under a temporary name, sync, rename: a file is whole or not there."""
-    scratch = path.with_name(path.name + ".tmp")
+@contextlib.contextmanager
+def writing(path):
+    """Names the file that could not be written, and what to do, in whatever error came."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, scratch,
-                  metadata={k: json.dumps(v) for k, v in meta.items()})
-        with open(scratch, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        yield
     except Exception as error:                      # a full disk comes as safetensors' own class
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
         raise OSError(f"could not write {path} ({error}); what was there before is untouched: free "
                       "some space or make the folder writable, and give the same command again"
                       ) from error
 
 
+@contextlib.contextmanager
+def whole(path):
+    """Yields a scratch name to write `path` under, then syncs and renames: whole or not there. The
+    name lies in a folder of its own, as safetensors has scratch files too; what a run that was
+    killed left in it goes with the next write."""
+    folder = path.parent / ".unfinished"
+    with writing(path):
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            yield folder / path.name
+            with open(folder / path.name, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(folder / path.name, path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_tensors(path, tensors, meta):
+    with whole(path) as scratch:
+        save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, scratch,
+                  metadata={k: json.dumps(v) for k, v in meta.items()})
+
+
 def write_text(path, text):
-    """Like save_tensors: whole or not there."""
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text)
-    os.replace(scratch, path)
+    with whole(path) as scratch:
+        scratch.write_text(text)
 
 
 def digest(tensors):
@@ -85,9 +102,18 @@ def load_tensors(path):
 
 
 def load_meta(path):
-    """A file's metadata alone."""
+    """A file's metadata alone. Raises ValueError for another program's, or another version's."""
     with readable(path) as file:
-        return {k: json.loads(v) for k, v in (file.metadata() or {}).items()}
+        texts = file.metadata() or {}
+    try:
+        meta = {k: json.loads(v) for k, v in texts.items()}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} was not written by train.py (its metadata: {texts}); "
+                         "use another out_dir") from error
+    if meta.get("version", VERSION) != VERSION:
+        raise ValueError(f"{path} is of version {meta['version']}, this code reads {VERSION}; use "
+                         "the code that wrote it, or another out_dir")
+    return meta
 
 
 def differences(theirs, ours):
@@ -133,13 +159,14 @@ class Averaged:
 
 @contextlib.contextmanager
 def stop_signals():
-    """Yields a list that holds a signal's name once SIGTERM or Ctrl-C came; a second one acts at
-    once. In a thread, where Python takes no handlers, it stays empty."""
+    """Yields a list that holds a signal's name once SIGTERM or Ctrl-C came; a second one ends the
+    process at once. In a thread, where Python takes no handlers, it stays empty."""
     came, before = [], {}
 
     def note(number, frame):
         came.append(signal.Signals(number).name)
-        signal.signal(number, before[number])
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, note)
@@ -148,6 +175,8 @@ def stop_signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if came:                            # during the last step's checkpoint: nobody has seen it yet
+        signal.raise_signal(signal.Signals[came[0]])
 
 
 # ---------------------------------------------------------------- a run: ranks, files, log
@@ -189,7 +218,8 @@ class Run:
             "vae": (("vae",), "judge", ()),
             "judges": (("judges",), "judge", ("vae",)),
             "pretrain": (("model", "pretrain"), "pretrain", ("vae",)),
-            "grow": (("model", "grow", "sample", "rewards"), "rl", ("vae", "judges", "pretrain")),
+            "grow": (("model", "method", self.config.method, "sample", "rewards"), "rl",
+                     ("vae", "judges", "pretrain")),
         }[stage]
         whole = json.loads(json.dumps(asdict(self.config)))
         marks = {name: whole[name] for name in (*sections, "seed")}
@@ -267,7 +297,7 @@ class Run:
         tensors = {k: v.half() if half and v.is_floating_point() else v
                    for k, v in tensors.items()}
         save_tensors(self.dir / f"{stage}.safetensors", tensors, {
-            "version": 1, "config": self.fingerprint(stage), "command": self.command,
+            "version": VERSION, "config": self.fingerprint(stage), "command": self.command,
             "seconds": round(seconds, 1), "scores": scores, "digest": digest(tensors),
             **more})
         self.tidy(stage)
@@ -304,7 +334,8 @@ class Run:
             return
         record = {"stage": stage, "step": step} | {
             k: round(float(v), 6) for k, v in logs.items()}
-        with open(self.dir / "log.jsonl", "a") as file:
+        path = self.dir / "log.jsonl"
+        with writing(path), open(path, "a") as file:
             file.write(json.dumps(record) + "\n")
         text = "  ".join(f"{k} {record[k]:.4g}" for k in SHOWN if k in record)
         if not bar.disable:
@@ -343,9 +374,9 @@ class Run:
         optimizer = torch.optim.AdamW(named.values(), lr=1.0, betas=betas, foreach=True,
                                       weight_decay=weight_decay)
         average, fingerprint = Averaged(named, ema), self.fingerprint(stage)
-        first = updates = 0                 # a step whose gradient is not finite is no update
+        first = updates = bad = 0           # a step whose gradient is not finite is no update
         if there := self.checkpoints(stage + part):
-            first, updates = self.restore(there[-1], fingerprint, named, average, optimizer)
+            first, updates, bad = self.restore(there, fingerprint, named, average, optimizer)
         self.rewind_log(stage + part, first)
 
         def save(step):
@@ -356,13 +387,14 @@ class Run:
                 if ema > 0:
                     tensors[f"ema.{name}"] = average.mean[name]
             save_tensors(self.dir / f"{stage}{part}.{step:07d}.resume.safetensors", tensors,
-                         {"step": step, "updates": updates, "config": fingerprint})
+                         {"version": VERSION, "step": step, "updates": updates, "bad": bad,
+                          "config": fingerprint})
             for path in self.checkpoints(stage + part)[:-self.config.keep_last]:
                 path.unlink()
 
         bar = tqdm(range(first, steps), initial=first, total=steps, desc=stage + part,
                    disable=not (self.main and sys.stderr.isatty()))
-        saved, bad = time.time(), 0
+        saved = time.time()
         with stop_signals() as stopping:
             for step in bar:
                 started = time.time()
@@ -404,17 +436,30 @@ class Run:
                     raise SystemExit(1)
         return average.mean if ema > 0 else {k: p.detach() for k, p in named.items()}
 
-    def restore(self, path, fingerprint, named, average, optimizer):
-        """Fill parameters, averages and AdamW's moments from a checkpoint, one tensor at a time.
-        Returns the step to go on with and the updates so far."""
-        meta = load_meta(path)
+    def restore(self, there, fingerprint, named, average, optimizer):
+        """Fill parameters, averages and AdamW's moments from the newest of a stage's checkpoints,
+        one tensor at a time. Returns the step to go on with, the updates so far, and the steps
+        without one since the last."""
+        path = there[-1]
+        try:
+            meta = load_meta(path)
+        except ValueError as error:
+            before = there[-2].name if len(there) > 1 else "the stage's first step"
+            raise ValueError(f"{error}; without that file the same command continues from {before}"
+                             ) from error
+        if not {"config", "step", "updates"} <= meta.keys():
+            raise ValueError(f"{path} is no checkpoint of train.py; remove it")
         for section in fingerprint:
-            if meta.get("config", {}).get(section) != fingerprint[section]:
+            if meta["config"].get(section) != fingerprint[section]:
                 raise ValueError(
                     f"{path} is of another {section} section: "
-                    f"{differences(meta.get('config', {}).get(section), fingerprint[section])}; "
+                    f"{differences(meta['config'].get(section), fingerprint[section])}; "
                     "use another out_dir, or remove the file to start again")
         with readable(path) as file:
+            theirs = {k.removeprefix("model.") for k in file.keys() if k.startswith("model.")}
+            if theirs != named.keys():
+                raise ValueError(f"{path} holds the parameters of another model, differing in "
+                                 f"{', '.join(sorted(theirs ^ named.keys())[:3])}; remove it")
             for name, p in named.items():
                 p.data.copy_(file.get_tensor(f"model.{name}"))
                 if average.decay > 0:
@@ -422,4 +467,4 @@ class Run:
                 optimizer.state[p] = {"step": torch.tensor(float(meta["updates"]))} | {
                     key: file.get_tensor(f"{short}.{name}").to(p.device)
                     for key, short in (("exp_avg", "m"), ("exp_avg_sq", "v"))}
-        return meta["step"], meta["updates"]
+        return meta["step"], meta["updates"], meta.get("bad", 0)

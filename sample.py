@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import soundfile
 import torch
 
-from audio import SAMPLE_RATE, read_wav
+from audio import SAMPLE_RATE, check_out, read_wav
+from checks import run_main
 from model import Cache, round_up
 
 PATCH_SAMPLES = 1_600
@@ -33,8 +34,11 @@ class SampleConfig:
     def __post_init__(self):
         if self.nfe < 1:
             raise ValueError(f"sample.nfe={self.nfe}; wanted at least one Euler step per patch")
-        if self.cfg_scale < 0:
+        if not 0 <= self.cfg_scale < math.inf:
             raise ValueError(f"sample.cfg_scale={self.cfg_scale}; wanted 0 (off) or more")
+        if not -1 <= self.sway <= 1.75:         # 2 / (pi - 2) = 1.752: beyond, t runs backwards
+            raise ValueError(f"sample.sway={self.sway}; wanted -1 (the paper) to 1.75, where t "
+                             "grows at every step")
         if self.cap(1) < 1:
             raise ValueError("sample.max_patches_per_token and max_patches_extra leave no patch to "
                              "generate; raise one of them")
@@ -198,12 +202,15 @@ def decode_wavs(vae, prompts, utterances, context_patches=2):
 # ---------------------------------------------------------------- command line
 
 MIN_PROMPT_SEC = 0.5
+MAX_PROMPT_SEC = 30     # pre-training heard nothing longer, and Whisper reads no more
+MAX_TEXT_SEC = 60
+BYTES_PER_SEC = 15      # of speech: 15 letters, or five Chinese characters in UTF-8
 
 
 def read_prompt(path):
     """A prompt wav as (S,) float32 at 16 kHz, cropped at its start to whole patches. Other rates
     and stereo are converted with a note. Raises ValueError if it cannot serve as a prompt."""
-    wav = read_wav(path, silence=False)
+    wav = read_wav(path, silence=False, max_sec=MAX_PROMPT_SEC)
     if len(wav) < MIN_PROMPT_SEC * SAMPLE_RATE:
         raise ValueError(f"--prompt {path} lasts {len(wav) / SAMPLE_RATE:.2f} s; a voice needs "
                          f"{MIN_PROMPT_SEC} s at least")
@@ -229,12 +236,15 @@ def main(words=None):
     c = replace(c, nfe=args.nfe,
                 cfg_scale=c.cfg_scale if args.cfg_scale is None else args.cfg_scale)
     text, wav = world.clean(args.text), read_prompt(args.prompt)   # refuse before the slow part
-    if args.prompt_text is None:
+    if (sec := len(text.encode()) / BYTES_PER_SEC) > MAX_TEXT_SEC:
+        raise ValueError(f"--text is about {sec:.0f} s of speech; wanted {MAX_TEXT_SEC} s at most: "
+                         "split it into sentences")
+    check_out(args.out)
+    prompt_text = None if args.prompt_text is None else world.clean(args.prompt_text)
+    model = load_ditar(run, args.stage)
+    if prompt_text is None:
         prompt_text = world.transcribe(wav, text)
         print(f"note: no --prompt-text; the recogniser hears {prompt_text!r}")
-    else:
-        prompt_text = world.clean(args.prompt_text)
-    model = load_ditar(run, args.stage)
     prompt = world.make_prompt(wav, prompt_text, text)
     out = generate(model, [prompt.token_ids], [prompt.latents], [c.cap(prompt.n_target)],
                    [args.seed], nfe=c.nfe, cfg_scale=c.cfg_scale, sway=c.sway)
@@ -245,4 +255,4 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -13,6 +13,8 @@ import math
 import multiprocessing
 import os
 import random
+import signal
+import threading
 import zlib
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from transformers.audio_utils import mel_filter_bank
+
+from checks import at_least
+from judges import load_strict
 
 SAMPLE_RATE = 16_000
 HOP_SAMPLES = 400               # one latent frame: 25 ms, 40 Hz
@@ -89,6 +94,12 @@ class CorpusConfig:
     word_gap: int = 2           # extra blank between words, 10 ms each
     seed: int = 0
     cache_dir: str = "out/corpus"
+
+    def __post_init__(self):
+        at_least("corpus", self, pretrain=2, judge=2, rl=2, tune=2, eval=2, speakers_per_variant=1,
+                 word_gap=0)
+        if not 80 <= self.rate_wpm <= 450:
+            raise ValueError(f"corpus.rate_wpm={self.rate_wpm}; eSpeak NG speaks 80 to 450")
 
 
 @dataclass
@@ -169,9 +180,16 @@ def _speak_chunk(job):
     return [espeak.speak(text, *voice, rate_wpm, word_gap) for text, voice in rows]
 
 
+def _end_with_parent():
+    """A worker whose parent was killed would wait for its next job for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)                    # Ctrl-C without a traceback
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def _speak_alone(job):
     """In a fresh process: eSpeak carries phases and noise over to the next utterance."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
         return pool.submit(_speak_chunk, job).result()
 
 
@@ -276,6 +294,10 @@ class VAEConfig:
     steps: int = 1_400
     batch: int = 24             # segments of one second
     lr: float = 2e-3
+
+    def __post_init__(self):
+        at_least("vae", self, latent_dim=1, dim=1, dim_up=1, layers=1, kl_weight=0, steps=1,
+                 batch=1, lr=0)
 
 
 class ToyVAE(nn.Module):
@@ -401,7 +423,7 @@ def train_vae(run):
 
 def load_vae(run):
     """The frozen VAE of a finished stage."""
-    tensors, meta = run.load("vae")
-    vae = ToyVAE(VAEConfig(**meta["config"]["vae"]))
-    vae.load_state_dict(tensors)
+    path, (tensors, meta) = run.find("vae"), run.load("vae")
+    vae = ToyVAE(VAEConfig(**meta["config"].get("vae", {})))
+    load_strict(vae, tensors, path, "a toy VAE; run stages=vae in another out_dir")
     return vae.requires_grad_(False).eval()

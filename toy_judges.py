@@ -14,6 +14,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from checks import at_least
+from judges import load_strict
 from rewards import wer
 from toy import (ALPHABET, ConvNeXt, corpus, encode_text, frame_mask, load_vae, log_mel,
                  pad_batch)
@@ -26,6 +28,9 @@ class JudgeConfig:
     speaker_steps: int = 1_000
     speaker_batch: int = 64
     lr: float = 2e-3
+
+    def __post_init__(self):
+        at_least("judges", self, asr_steps=1, asr_batch=1, speaker_steps=1, speaker_batch=1, lr=0)
 
 
 class CTCRecognizer(nn.Module):
@@ -191,12 +196,13 @@ def train_judges(run):
     run.finish("judges", tensors, judge_scores(run, vae, judges_from(tensors)))
 
 
-def judges_from(tensors):
+def judges_from(tensors, path="judges.safetensors"):
     judges = {}
     for name, make in JUDGES.items():
         judges[name] = make().requires_grad_(False).eval()
-        judges[name].load_state_dict({k.removeprefix(name + "."): v for k, v in tensors.items()
-                                      if k.startswith(name + ".")})
+        load_strict(judges[name], {k.removeprefix(name + "."): v for k, v in tensors.items()
+                                   if k.startswith(name + ".")}, path, f"the toy judge {name}; run "
+                    "stages=judges in another out_dir")
     return judges
 
 
@@ -224,4 +230,4 @@ def judge_scores(run, vae, judges, limit=256):
 
 def load_judges(run):
     """The four frozen judges of a finished stage: name -> judge."""
-    return judges_from(run.load("judges")[0])
+    return judges_from(run.load("judges")[0], run.find("judges"))

@@ -13,7 +13,7 @@ function of (seed, stage, step), so a run that was stopped continues with the sa
 
 import argparse
 import ctypes
-import difflib
+import functools
 import json
 import math
 import os
@@ -30,16 +30,15 @@ import evaluate
 import guards
 import plan
 import testsets
-from config import Config, build, load_config
+from checks import run_main
+from config import STAGES, Config, build, check_device, load_config
 from grow import collect, grow_step, speak
+from grpo import grpo_step
 from model import DiTAR, ModelConfig, pretrain_loss, round_up, valid_patches
-from judges import Whisper
+from judges import Whisper, load_strict
 from rewards import score
 from run import Run, differences, load_meta, save_tensors, write_text
 from worlds import DryWorld, dry_config, make_world
-
-STAGES = ("corpus", "vae", "judges", "pretrain", "grow", "evaluate")
-
 
 # ---------------------------------------------------------------- stage: pre-training
 
@@ -109,9 +108,12 @@ def ditar_scores(run, world, model, n=256):
 
 def load_ditar(run, stage="pretrain"):
     """The model of a finished stage, with the config that it was made with."""
-    tensors, meta = run.load(stage)
+    path, (tensors, meta) = run.find(stage), run.load(stage)
+    what = f"a DiTAR; run stages={stage} in another out_dir"
+    if "model" not in meta["config"]:
+        raise ValueError(f"{path} is another model, wanted {what}")
     model = DiTAR(build(ModelConfig, meta["config"]["model"]))
-    model.load_state_dict(tensors)
+    load_strict(model, tensors, path, what)
     return model.to(run.device)
 
 
@@ -129,15 +131,19 @@ class GrowTrainer:
                              f"{differences(theirs, ours)}; GROW starts from that model, so leave "
                              "its fields alone or run stages=pretrain")
         self.streams = world.streams()
-        self.policy.stop_head.requires_grad_(False)                 # no stop loss in RL
+        learns = "locdit" if run.config.method == "grpo" else ""
+        for name, p in self.policy.named_parameters():      # no stop loss in RL; GRPO keeps theta_a
+            p.requires_grad_(name.startswith(learns) and not name.startswith("stop_head"))
         self.reference = load_ditar(run).requires_grad_(False)
         self.actor = run.fast(self.reference)
 
     def gradients(self, step):
-        run, c = self.run, self.run.config.grow
+        run, c, take_step = self.run, self.run.config.rl, grow_step
+        if run.config.method == "grpo":
+            c, take_step = c.at(step), grpo_step                    # its window moves
         for mine, theirs in zip(self.actor.parameters(), self.policy.parameters()):
             mine.data.copy_(theirs.data)
-        return grow_step(
+        return take_step(
             self.policy, self.actor, self.reference, self.world.vae, self.streams,
             run.config.rewards.weights,
             lambda slot, attempt: self.world.prompt(step, slot, attempt),
@@ -145,10 +151,9 @@ class GrowTrainer:
             lambda *key: run.generator("grow", step, *key),
             c, run.config.sample, run.sum, run.autocast)
 
-
     def print_noise_floor(self):
         """The judges' own noise beside the spread that the weights are made of, on one group."""
-        run, c = self.run, self.run.config.grow
+        run, c = self.run, self.run.config.rl
         groups, _ = collect(
             lambda prompts, seeds: speak(self.actor, prompts, seeds, c, run.config.sample),
             self.world.vae, self.streams, lambda slot, attempt: self.world.prompt(0, slot, attempt),
@@ -181,13 +186,18 @@ class GrowTrainer:
 
 
 def train_grow(run, world):
-    c, g = run.config.grow, run.config.guards
+    c, g = run.config.rl, run.config.guards
     trainer = GrowTrainer(run, world)
     trainer.print_noise_floor()
-    drift = guards.Drift(g, [r for r in run.records("grow") if "seconds" in r])
+    if run.main and not run.checkpoints("grow"):                    # of an earlier training
+        (run.dir / "grow.best.safetensors").unlink(missing_ok=True)
+
+    @functools.cache
+    def drift():            # made after the first step, when the log ends where the run resumed
+        return guards.Drift(g, [r for r in run.records("grow") if "seconds" in r])
 
     def after(step, logs, weights):
-        for warning in drift.check(logs):
+        for warning in drift().check(logs):
             if run.main:
                 print(f"warning at step {step}: {warning}", flush=True)
         if g.probe_every and (step + 1) % g.probe_every == 0 and run.main:
@@ -224,8 +234,13 @@ def open_run(folder):
     if not path.is_file():
         raise ValueError(f"{folder} is no output folder of train.py (no config.json in it); "
                          "train first, or name the folder that out_dir named")
-    values = json.loads(path.read_text()) | {"out_dir": str(folder)}
-    return Run(build(Config, values), "")
+    try:
+        config = build(Config, json.loads(path.read_text()) | {"out_dir": str(folder)})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no config of this train.py ({error}); each run writes one at "
+                         "its start: give that run's command again") from error
+    check_device(config.device)
+    return Run(config, "")
 
 
 def evaluate_anew(folder, whisper, limit):
@@ -269,13 +284,9 @@ def main(words=None):
     args = parser.parse_intermixed_args(words)      # overrides may stand on both sides of --profile
     config = load_config(args.config, args.overrides)
     stages = STAGES if config.stages == ("all",) else config.stages
-    for stage in stages:
-        if stage not in STAGES:
-            near = difflib.get_close_matches(stage, STAGES, n=1)
-            raise ValueError(f"unknown stage {stage!r}; known are {', '.join(STAGES)}"
-                             + (f"; did you mean {near[0]}?" if near else ""))
     if args.plan:
         return plan.show(config, args.gpus, args.tflops)
+    check_device(config.device)
     if args.dry_run:
         config = dry_config(config, int(os.environ.get("WORLD_SIZE", 1)))
     run = Run(config, "python train.py " + " ".join(sys.argv[1:] if words is None else words))
@@ -284,9 +295,10 @@ def main(words=None):
             shutil.rmtree(run.dir)
             run.dir.mkdir()
         run.barrier()
-    for section, amount in (("pretrain", "pairs_per_step"), ("grow", "prompts_per_step")):
+    for stage, section, amount in (("pretrain", "pretrain", "pairs_per_step"),
+                                   ("grow", config.method, "prompts_per_step")):
         number = getattr(getattr(config, section), amount)
-        if section in stages and number % run.ranks:
+        if stage in stages and number % run.ranks:
             raise ValueError(f"{section}.{amount}={number} does not divide over {run.ranks} ranks; "
                              f"use {round_up(number, run.ranks)}")
     world = DryWorld(run) if args.dry_run else make_world(run)
@@ -318,4 +330,7 @@ def main(words=None):
 
 if __name__ == "__main__":
     keep_freed_memory()
-    main()
+    try:
+        run_main(main)
+    except KeyboardInterrupt:           # outside the training loop, which has its own way to end
+        sys.exit("stopped by SIGINT; the same command continues from there")

@@ -41,7 +41,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.audio_utils import mel_filter_bank
 
-from audio import SAMPLE_RATE, read_wav
+from audio import SAMPLE_RATE, check_out, read_wav
+from checks import run_main
 
 MAX_AUDIO_SEC = 60      # audio that goes through the networks at once: about 2 GB at full size
 MEL_SCALES = ((128, 10), (256, 20), (512, 40), (1024, 80))     # (window in samples, mel bands)
@@ -530,9 +531,8 @@ def main(words=None):
     parser.add_argument("wav", help="audio file to reconstruct")
     parser.add_argument("out", help="wav file to write")
     args = parser.parse_args(words)
-    wav = read_wav(args.wav, silence=False)                                     # refuse before the slow part
-    if Path(args.out).suffix != ".wav" or not Path(args.out).absolute().parent.is_dir():
-        raise ValueError(f"{args.out}: wanted a name that ends in .wav, in a folder that exists")
+    wav = read_wav(args.wav, silence=False)                 # refuse before the slow part
+    check_out(args.out)
     vae = load_semantic_vae(args.ckpt)
     out = reconstruct(vae, wav)
     distance = 20 * F.l1_loss(log_mel(out, 1024, 80), log_mel(wav, 1024, 80)).item()
@@ -541,4 +541,4 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

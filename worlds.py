@@ -15,6 +15,7 @@ and real judges by the paths in the config. To train on other data, write a thir
 """
 
 import hashlib
+import unicodedata
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 
 import data
 import rewards
+import testsets
 import toy
 from grow import Prompt
 from model import DiTAR, draw_latents
@@ -42,13 +44,29 @@ class RealConfig:
     statistics: int = 512           # utterances that the latents' mean and deviation come from
 
 
+STREAMS = ("wer", "sim")        # your own reward: its name here, and its making below
+
+
+def check_weights(config):
+    unknown = sorted(set(config.weights) - set(STREAMS))
+    if unknown:
+        raise ValueError(f"rewards.weights names {unknown}; the streams are {sorted(STREAMS)}")
+
+
 def weighted_streams(config, asr, speaker):
     """name -> reward of the streams with a weight."""
+    check_weights(config)
     streams = {"wer": rewards.WERReward(asr, config), "sim": rewards.SIMReward(speaker)}
-    unknown = sorted(set(config.weights) - set(streams))
-    if unknown:
-        raise ValueError(f"rewards.weights names {unknown}; the streams are {sorted(streams)}")
     return {name: streams[name] for name, weight in config.weights.items() if weight != 0}
+
+
+def check_start(run, stages, needs):
+    """needs: stage -> the stages whose results it starts from. Raises ValueError where one is
+    neither made in this run nor there already, and says how to make it."""
+    for stage in stages:
+        for need in needs.get(stage, ()):
+            if need not in stages:
+                run.find(need)
 
 
 class ToyWorld:
@@ -61,7 +79,21 @@ class ToyWorld:
         self.prompt_latents = {}
 
     def check(self, stages):
-        """Refuses what is missing before any slow step: nothing, in a world that makes its own."""
+        """Refuses what is missing or does not fit, before any slow step."""
+        c = self.run.config
+        if c.model.latent_dim != c.vae.latent_dim:
+            raise ValueError(f"model.latent_dim={c.model.latent_dim} and vae.latent_dim="
+                             f"{c.vae.latent_dim}; the model speaks the VAE's latents: set both to "
+                             "one number")
+        if c.model.vocab_size < len(toy.ALPHABET):
+            raise ValueError(f"model.vocab_size={c.model.vocab_size}; the toy alphabet has "
+                             f"{len(toy.ALPHABET)} characters, use {len(toy.ALPHABET)}")
+        check_start(self.run, stages, {
+            "judges": ("vae",), "pretrain": ("vae",), "grow": ("vae", "judges", "pretrain"),
+            "evaluate": ("vae", "judges", "pretrain") + ("grow",) * (not c.evaluate.lists)})
+        if "grow" in stages:
+            check_weights(c.rewards)
+            rewards.check_judges(c.rewards)
 
     def make_corpus(self):
         for split in ("pretrain", "judge", "rl", "tune", "eval"):
@@ -183,8 +215,23 @@ class RealWorld:
         for field, path, what in wanted:
             if not Path(path).exists() or not path:
                 raise ValueError(f"{field}={path!r} is not there; wanted {what}")
+        if not (Path(c.real.lm).exists() or rewards.HUB_ID.fullmatch(c.real.lm)):
+            raise ValueError(f"real.lm={c.real.lm!r} is no folder here and no hub id (org/name); "
+                             "wanted a Qwen3 checkpoint with its tokenizer")
+        check_start(self.run, stages, {"pretrain": ("vae",), "grow": ("vae", "pretrain"),
+                                       "evaluate": ("vae",)})
+        if "judges" in stages:
+            self.make_judges()                      # raises: there are none to train
         if {"grow", "evaluate"} & set(stages):
-            rewards.check_judges(c.rewards)
+            check_weights(c.rewards)
+            rewards.check_judges(c.rewards, toy=False)
+        for stage, what in (("vae", "items"), ("pretrain", "items"), ("grow", "rl")):
+            if stage in stages and not self.run.done(stage):
+                getattr(self, what)                 # read now, as a list may have a bad line
+        if "evaluate" in stages:
+            sets = testsets.read_lists(c.evaluate.lists, c.evaluate.librispeech_root, None, self.clean)
+            for name, items in sets.items():
+                testsets.require_prompts(name, items, spoken=True)
 
     # what is read from disk, when it is first needed
 
@@ -234,7 +281,11 @@ class RealWorld:
     def make_vae(self):
         """The released VAE with its latents' statistics over the first utterances of the run."""
         c = self.run.config.real
-        vae = load_semantic_vae(c.vae).to(self.run.device)
+        vae, D = load_semantic_vae(c.vae), self.run.config.model.latent_dim
+        if vae.config.latent_dim != D:
+            raise ValueError(f"model.latent_dim={D}, but {c.vae} has {vae.config.latent_dim}; set "
+                             "model.latent_dim to that")
+        vae = vae.to(self.run.device)
         order = self.batches.batch(0)[0]
         step = 1
         while len(order) < min(c.statistics, len(self.items)):
@@ -299,9 +350,17 @@ class RealWorld:
         return [], []
 
     def clean(self, text):
-        if not rewards.normalize(text, rewards.lang_of(text)):
+        if not data.has_words(text):
             raise ValueError(f"the text {text!r} has no word to speak; give at least one")
-        return " ".join(text.split())
+        text = " ".join(text.split())
+        if odd := sorted({c for c in text if unicodedata.category(c) in ("Cc", "Cs")}):
+            raise ValueError(f"control characters {odd} in the text {text!r}; remove them")
+        known = "LATIN", "FULLWIDTH LATIN", "CJK"
+        if strange := sorted({c for c in text if c.isalpha()
+                              and not unicodedata.name(c, "").startswith(known)}):
+            print(f"note: letters {strange} are of neither English nor Chinese, which the model "
+                  "learned; expect babble there")
+        return text
 
     def transcribe(self, wav, text):
         langs = [[rewards.lang_of(text)]] if self.run.config.rewards.lang == "auto" else []
@@ -320,6 +379,8 @@ def dry_config(c, ranks):
         sample=replace(c.sample, max_patches_per_token=0.0, max_patches_extra=4),
         grow=replace(c.grow, steps=1, prompts_per_step=2 * ranks, group_size=2, redraws=0,
                      micro_batch=2),
+        grpo=replace(c.grpo, steps=1, prompts_per_step=2 * ranks, group_size=2, redraws=0,
+                     micro_batch=2),
         evaluate=replace(c.evaluate, n=2, lists={}))
 
 
@@ -336,7 +397,10 @@ class RandomJudge:
 
 class DryWorld(RealWorld):
     """Random weights and data of the right shapes, so that every stage can run once anywhere."""
-    check = ToyWorld.check
+
+    def check(self, stages):
+        """Nothing is missing where all is random."""
+
     def __init__(self, run):
         super().__init__(run)
         self.judges = {"asr": RandomJudge(), "speaker": RandomJudge()}

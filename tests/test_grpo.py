@@ -529,7 +529,7 @@ def test_a_step_on_records_that_are_not_its_policys_is_a_fatal_error(name, monke
     step(policy)
     monkeypatch.setattr(Recorder, "attach", tampered)
     with pytest.raises(RuntimeError, match="before the first update a ratio of policy to actor is "
-                                           "off 1 by .* wanted at most"):
+                                           "off 1 by .*, as if a velocity was"):
         step(policy)
 
 
@@ -537,7 +537,7 @@ def test_an_actor_that_is_no_copy_of_the_policy_is_a_fatal_error():
     with pytest.raises(RuntimeError, match="the actor is no copy of the policy"):
         step(tiny_ditar(), actor=moved(tiny_ditar(), 0.01))
     with pytest.raises(RuntimeError, match="off 1 by nan"):
-        grpo.check_ratio(math.nan, torch.float32)
+        grpo.check_ratio(math.nan, math.nan, torch.float32)
 
 
 def test_a_bfloat16_actor_and_autocast_stay_within_their_coarser_bound():
@@ -545,7 +545,7 @@ def test_a_bfloat16_actor_and_autocast_stay_within_their_coarser_bound():
     _, exact = step(policy)
     log, grads = step(policy, actor=tiny_ditar().to(torch.bfloat16),
                       autocast=lambda: torch.autocast("cpu", torch.bfloat16))
-    assert log["ratio_max"] < 1.1 and log["clip_share"] == 0        # rho against the policy itself
+    assert log["ratio_max"] < 1.05 and log["clip_share"] == 0       # the clip's rho is exactly 1
     a, b = exact["locdit_out.weight"].flatten(), grads["locdit_out.weight"].flatten()
     assert b.dtype == torch.float32 and torch.cosine_similarity(a, b, dim=0) > 0.9
 

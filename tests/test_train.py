@@ -505,6 +505,23 @@ def test_grow_moves_the_policy_but_not_its_stop_head(micro):
     assert all((delta == 0) == name.startswith("stop_head") for name, delta in moved.items())
 
 
+def test_grpo_is_another_method_of_the_same_stage(micro, tmp_path):
+    words = [*micro.words, f"out_dir={tmp_path}", f"weights_dir={micro.dir}", "stages=grow",
+             "sample.nfe=5", "grpo.steps=2", "grpo.prompts_per_step=2", "grpo.group_size=4",
+             "grpo.lr=1e-4"]
+    train.main([*words, "method=grpo"])
+    before, after = load_tensors(micro.dir / "pretrain.safetensors")[0], load_tensors(
+        tmp_path / "grow.safetensors")[0]
+    moved = {name for name in before if (after[name] != before[name]).any()}
+    assert moved and all(name.startswith("locdit") for name in moved)
+    records = log_of(tmp_path)
+    assert len(records) == 2 and all(r["ratio_max"] == pytest.approx(1, abs=1e-4) for r in records)
+    with pytest.raises(ValueError, match="made with another method section"):
+        train.main([*words, "method=grow"])
+    with pytest.raises(ValueError, match="sample.nfe|window"):
+        train.main([*micro.words, f"out_dir={tmp_path / 'x'}", "method=grpo", "sample.nfe=3"])
+
+
 def test_the_report_is_there(micro):
     table = (micro.dir / "table.md").read_text()
     assert "| 1 run(s) x 8 prompts | before | after |" in table and table.strip() in micro.text
@@ -604,7 +621,7 @@ def test_grow_on_two_processes_is_grow_on_one(micro, tmp_path):
     assert (apart > 1e-5).sum() <= 20 and apart.max() < 1e-4
     assert (one - two).norm() < 1e-3 * (one - start).norm()
     norms = [norms_of(folder, "grow") for folder in (tmp_path, micro.dir)]
-    assert norms[0][0] == pytest.approx(norms[1][0], rel=2e-6)      # before Adam has its say
+    assert norms[0][0] == pytest.approx(norms[1][0], abs=1.5e-6)    # before Adam has its say
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
@@ -614,7 +631,7 @@ def test_the_other_stages_on_two_processes_have_the_gradients_of_one(micro, tmp_
     for stage in ("vae", "judges", "pretrain"):
         two = norms_of(tmp_path, stage)
         assert len(two) >= 10
-        assert two[0] == pytest.approx(norms_of(micro.dir, stage)[0], rel=2e-6), stage
+        assert two[0] == pytest.approx(norms_of(micro.dir, stage)[0], rel=2e-6, abs=1.5e-6), stage
         assert two == pytest.approx(norms_of(micro.dir, stage), rel=2e-2), stage
 
 

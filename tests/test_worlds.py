@@ -84,7 +84,7 @@ def real(tmp_path_factory):
 @pytest.fixture
 def stand_ins(monkeypatch):
     """Judges that give some number for any waveform; the rest of rewards.py as it is."""
-    monkeypatch.setattr(worlds.rewards, "check_judges", lambda config: None)
+    monkeypatch.setattr(worlds.rewards, "check_judges", lambda config, toy: None)
     for name in ("load_asr", "load_speaker"):
         monkeypatch.setattr(worlds.rewards, name, lambda *args, **kwargs: RandomJudge())
 
