@@ -1,13 +1,26 @@
-"""Where a GROW step's time goes, and how far it is from this machine's matrix product:
+"""Where a GROW step's time goes, and how far it is from this machine's matrix product; and whether
+memory or time grow over many steps:
 
     python train.py --config toy.yaml --profile
+    python bench.py --config toy.yaml --growth 300
 """
 
+import argparse
+import resource
+import sys
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from train import GrowTrainer
+from checks import run_main
+from config import load_config
+from run import Run
+from train import GrowTrainer, keep_freed_memory
+from worlds import make_world
 
 
 def profile(run, world, steps=3):
@@ -59,3 +72,46 @@ def profile(run, world, steps=3):
     print(f"  matrix product {peak:.0f} GFLOP/s; LocDiT alone {locdit:.0f} GFLOP/s "
           f"({100 * locdit / peak:.0f} %); whole rollout {needed / seconds['rollout']:.0f} GFLOP/s "
           f"of LocDiT work ({100 * needed / seconds['rollout'] / peak:.0f} %)")
+
+
+def resident_mb():
+    """Memory of this process; its peak where there is no /proc."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize() / 1e6
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+def growth(config, steps):
+    """Memory and time of each of `steps` RL steps: (steps,) MB, (steps,) ms. Keeps no result."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(replace(config, out_dir=folder,
+                          weights_dir=config.weights_dir or config.out_dir), "")
+        trainer, c = GrowTrainer(run, make_world(run)), run.config.rl
+        run.fit("grow", trainer.policy, trainer.gradients, steps, c.lr, decay=False, betas=c.betas,
+                weight_decay=c.weight_decay, ema=c.ema, clip=c.grad_clip,
+                after=lambda step, logs, weights: rows.append((resident_mb(), 1e3 * logs["sec"])))
+    return np.array(rows).T
+
+
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--growth", type=int, default=300, metavar="STEPS")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    args = parser.parse_intermixed_args(words)
+    if args.growth < 30:
+        raise ValueError(f"--growth {args.growth}; wanted 30 steps or more")
+    rows = growth(load_config(args.config, args.overrides), args.growth)
+    settled = rows[:, args.growth // 3:]        # every shape has been met, every cache is full
+    for unit, start, values in zip(("MB", "ms"), rows[:, 0], settled):
+        slope = 100 * np.polyfit(np.arange(len(values)), values, 1)[0]
+        print(f"{start:.1f} {unit} in the first step, {np.median(values):.1f} {unit} in the last "
+              f"two thirds of {args.growth}: {slope:+.2f} {unit} per 100 steps")
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    run_main(main)

@@ -175,8 +175,6 @@ def stop_signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if came:                            # during the last step's checkpoint: nobody has seen it yet
-        signal.raise_signal(signal.Signals[came[0]])
 
 
 # ---------------------------------------------------------------- a run: ranks, files, log
@@ -394,7 +392,7 @@ class Run:
 
         bar = tqdm(range(first, steps), initial=first, total=steps, desc=stage + part,
                    disable=not (self.main and sys.stderr.isatty()))
-        saved = time.time()
+        saved, step = time.time(), first - 1
         with stop_signals() as stopping:
             for step in bar:
                 started = time.time()
@@ -429,11 +427,12 @@ class Run:
                     save(step + 1)
                     saved = time.time()
                 if stop:
-                    if self.main:
-                        print(f"{stage + part}: stopped by {stopping[0] if stopping else 'a rank'} "
-                              f"after step {step}; the same command continues from there",
-                              flush=True)
-                    raise SystemExit(1)
+                    break
+            if self.sum(len(stopping)) > 0:     # maybe only since the last step's checkpoint
+                if self.main:
+                    print(f"{stage + part}: stopped by {stopping[0] if stopping else 'a rank'} "
+                          f"after step {step}; the same command continues from there", flush=True)
+                raise SystemExit(1)
         return average.mean if ema > 0 else {k: p.detach() for k, p in named.items()}
 
     def restore(self, there, fingerprint, named, average, optimizer):

@@ -218,10 +218,10 @@ class RealWorld:
         if not (Path(c.real.lm).exists() or rewards.HUB_ID.fullmatch(c.real.lm)):
             raise ValueError(f"real.lm={c.real.lm!r} is no folder here and no hub id (org/name); "
                              "wanted a Qwen3 checkpoint with its tokenizer")
-        check_start(self.run, stages, {"pretrain": ("vae",), "grow": ("vae", "pretrain"),
-                                       "evaluate": ("vae",)})
         if "judges" in stages:
             self.make_judges()                      # raises: there are none to train
+        check_start(self.run, stages, {"pretrain": ("vae",), "grow": ("vae", "pretrain"),
+                                       "evaluate": ("vae",)})
         if {"grow", "evaluate"} & set(stages):
             check_weights(c.rewards)
             rewards.check_judges(c.rewards, toy=False)
@@ -229,7 +229,8 @@ class RealWorld:
             if stage in stages and not self.run.done(stage):
                 getattr(self, what)                 # read now, as a list may have a bad line
         if "evaluate" in stages:
-            sets = testsets.read_lists(c.evaluate.lists, c.evaluate.librispeech_root, None, self.clean)
+            sets = testsets.read_lists(c.evaluate.lists, c.evaluate.librispeech_root,
+                                       clean=self.clean)
             for name, items in sets.items():
                 testsets.require_prompts(name, items, spoken=True)
 

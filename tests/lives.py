@@ -24,9 +24,10 @@ from types import SimpleNamespace
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import matplotlib.pyplot  # noqa: E402, F401
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, F401  by AdamW, slowly
 
+import bench  # noqa: E402
 import evaluate  # noqa: E402
 import run as run_module  # noqa: E402
 import toy  # noqa: E402
@@ -40,6 +41,9 @@ from worlds import ToyWorld  # noqa: E402
 MICRO = (
     "corpus.pretrain=8 corpus.judge=6 corpus.rl=6 corpus.tune=2 corpus.eval=4 vae.steps=3 "
     "vae.batch=1 vae.dim=16 vae.dim_up=16 vae.layers=1 vae.latent_dim=4 model.latent_dim=4 "
+    "model.lm.dim=32 model.lm.layers=1 model.lm.head_dim=16 model.lm.mlp_dim=32 "
+    "model.encoder.dim=32 model.encoder.head_dim=16 model.encoder.mlp_dim=32 "
+    "model.locdit.dim=32 model.locdit.layers=1 model.locdit.head_dim=16 model.locdit.mlp_dim=32 "
     "judges.asr_steps=2 judges.asr_batch=2 judges.speaker_steps=2 judges.speaker_batch=2 "
     "pretrain.steps=4 pretrain.pairs_per_step=2 grow.steps=4 grow.prompts_per_step=1 "
     "grow.group_size=2 grow.draws=1 sample.max_patches_extra=1 sample.max_patches_per_token=0.1 "
@@ -48,6 +52,7 @@ MICRO = (
 WORDS = ["--config", str(ROOT / "tests" / "micro.yaml"), *MICRO]
 STAGES = {"start": 2, "corpus": 2, "vae": 3, "judges": 3, "pretrain": 3, "grow": 3,
           "evaluate": 1}                    # and in how many lives of a chain it is killed
+ORDER = (*STAGES, "end")
 CHAINS = 3
 
 
@@ -71,7 +76,7 @@ def life(folder, work, log="text"):
         except SystemExit as end:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-            status = end.code if isinstance(end.code, int) else 1
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -102,7 +107,7 @@ class Lines:
         self.now, self.counts, self.seen = None, {}, {}
 
     def begin(self, stage):
-        if self.now == self.stage and self.stage:
+        if self.stage and ORDER.index(stage) > ORDER.index(self.stage):
             die()
         self.now = stage
         self.counts[stage] = {"all": 0, "run.py": 0}
@@ -159,12 +164,14 @@ def left(folder):
     records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     found = {path.name: tensors_of(path) for path in run.glob("*.safetensors")}
     found |= {path.name: path.read_text() for path in (*run.glob("eval_*.jsonl"),
-                                                       run / "table.md", run / "config.json")}
+                                                       run / "table.md")}
+    config = json.loads((run / "config.json").read_text())
+    found["config"] = repr({k: v for k, v in config.items() if k != "save_every_sec"})
     found |= {f"{r['stage']} {r['step']} {i}": repr({k: v for k, v in r.items()
                                                    if not k.startswith("sec")})
               for i, r in enumerate(records)}
     if (run / "grow.best.safetensors").exists():
-        found["best"] = repr(run_module.load_meta(run / "grow.best.safetensors"))
+        found["best"] = repr(sorted(run_module.load_meta(run / "grow.best.safetensors").items()))
     with_numpy = sorted((Path(folder) / "corpus").glob("*-????????????.npz"))
     found |= {path.name: digest({k: torch.from_numpy(v) for k, v in toy.np.load(path).items()})
               for path in with_numpy}
@@ -198,9 +205,10 @@ def kills(folder, lines, wanted):
     for chain in range(CHAINS):
         here, deaths, wrong, told = folder / f"chain{chain}", [], [], set()
         for stage, n in STAGES.items():
-            for _ in range(n):
-                of = rng.choice(("all", "run.py") if lines[stage]["run.py"] else ("all",))
-                at = rng.randint(1, lines[stage][of])
+            for k in range(n):
+                of = rng.choice(("all", "run.py") if lines[stage]["run.py"] > 9 else ("all",))
+                # without its first steps a stage has fewer lines left; it may be over by then
+                at = rng.randint(1, lines[stage][of] // (1 if k == n - 1 else 2))
                 save = (0, 1e6, rng.choice((0, 1e6)))[chain]
                 status = life(here, partial(trained, [*WORDS, f"save_every_sec={save}"],
                                             Lines(stage, at, of)))
@@ -262,7 +270,7 @@ MOMENTS = {
     "before a scratch folder goes": (shutil, "rmtree", NOTHING),
 }
 # ... and at which call of a life, in an order that goes through all stages
-ORDER = (("half the corpus", 2), ("half a text", 1), ("half a safetensors file", 2),
+DEATHS = (("half the corpus", 2), ("half a text", 1), ("half a safetensors file", 2),
          ("after a rename", 2), ("before a sync", 3), ("before a finished stage is tidied", 1),
          ("half a log line", 3), ("after a removal", 1), ("half a text", 3),
          ("before a rename", 5), ("after a log line", 3), ("half a safetensors file", 3),
@@ -274,7 +282,7 @@ ORDER = (("half the corpus", 2), ("half a text", 1), ("half a safetensors file",
 def moments(folder, wanted):
     """One chain of lives that end inside of operations on files."""
     here, deaths, wrong = folder / "moments", [], []
-    for name, n in ORDER:
+    for name, n in DEATHS:
         owner, function, before = MOMENTS[name]
 
         def work():
@@ -299,11 +307,12 @@ def at_step(step, act, stage="grow"):
 
 
 def before_grow(folder, whole):
-    """A copy of a whole run as it was before GROW."""
+    """A copy of a whole run as it was before GROW, with the best weights of an earlier one."""
     shutil.copytree(whole, folder)
     run = folder / "run"
     for path in (*run.glob("grow*"), *run.glob("eval*"), run / "table.md", run / "figure.png"):
         path.unlink()
+    run_module.save_tensors(run / "grow.best.safetensors", {"a": torch.zeros(1)}, {"score": 9.0})
     lines = (run / "log.jsonl").read_text().splitlines(keepends=True)
     (run / "log.jsonl").write_text("".join(x for x in lines if '"stage": "grow"' not in x))
 
@@ -353,7 +362,7 @@ def no_room(folder, whole, wanted):
 
     def limited():
         at_step(2, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, 2**17)))
-        command(*words, "guards.probe_every=0")
+        command(*words)
 
     def read_only():
         if os.getuid() == 0:
@@ -415,8 +424,27 @@ def orphans(folder):
     return {"status": status, "seconds": time.time() - started}
 
 
+def growth(folder, whole):
+    """Memory and time of 300 GROW steps."""
+    def work():
+        measure = bench.growth
+
+        def kept(*args):
+            rows = measure(*args)
+            Path("growth.json").write_text(json.dumps(rows.tolist()))
+            return rows
+        bench.growth = kept
+        bench.main([*WORDS, "--growth", "300"])
+    status = life(whole, work)
+    return {"status": status, "text": (whole / "text").read_text(),
+            "rows": json.loads((whole / "growth.json").read_text())}
+
+
 def main(folder):
     torch.set_num_threads(1)
+    train.keep_freed_memory()
+    evaluate.figure = lambda path, *rest: path.write_bytes(b"stands for a figure")
+    evaluate.bootstrap_means.__defaults__ = (20, 0)
     fork = multiprocessing.get_context("fork")      # spawned ones would import everything again
     toy.multiprocessing = SimpleNamespace(get_context=lambda kind: fork,
                                           parent_process=multiprocessing.parent_process)
@@ -442,6 +470,7 @@ def main(folder):
     note("signals", signals(folder, whole, wanted))
     note("no_room", no_room(folder, whole, wanted))
     note("not_finite", not_finite(folder, whole))
+    note("growth", growth(folder, whole))
     note("moments", moments(folder, wanted))
     note("kills", kills(folder, lines, wanted))
     (folder / "report.json").write_text(json.dumps(report, indent=1))

@@ -269,7 +269,7 @@ def test_the_command_line_refuses_missing_files_and_unequal_numbers_of_runs(tmp_
 
 def log_of(n):
     rng = np.random.default_rng(0)
-    return [{"stage": "grow", "step": i, "anchor": i / n, "flow": 0.5,
+    return [{"stage": "grow", "step": i, "anchor": i / n, "flow": 0.5, "patches": 20.0,
              **{name: rng.random() for name in ("wer", "sim", "wer_spread", "sim_spread")}}
             for i in range(n)]
 

@@ -45,7 +45,7 @@ def yaml_file(tmp_path):
 
 @pytest.mark.parametrize("text, message", (
     ("sead: 1", "unknown config key 'sead'; did you mean seed?"),
-    ("zzz: 1", "unknown config key 'zzz'; known are out_dir, world, weights_dir"),
+    ("zzz: 1", "unknown config key 'zzz'; known are out_dir, method, world, weights_dir"),
     ("grow: {lrr: 1}", "unknown config key 'grow.lrr'; did you mean grow.lr?"),
     ("model: {lm: {dims: 8}}", "unknown config key 'model.lm.dims'; did you mean model.lm.dim?"),
     ("grow: 3", "grow is a section; set its fields, e.g. grow.steps="),
