@@ -14,12 +14,12 @@ nothing is the same run in every table: out/tables/default. What is there is not
 after a stop the same command continues.
 
 Intervals: paired 95 % bootstrap over prompts and seeds (evaluate.py), one by one: of forty
-comparisons without any effect, two look separable. A claim "A is better than B" is reproduced
+comparisons without any effect, two look separable; three seeds show the spread between runs only
+roughly, and one not at all. A claim "A is better than B" is reproduced
 where the interval lies above zero, contradicted where below. "A is no better than B" is reproduced
 where it ends below half the gain of the table's GROW default, else contradicted where it lies above
 zero. The reward judge decides, as in the paper; the held-out judge's verdict stands beside it.
-
-Gains are improvements, as the paper's Δ: less WER, more SIM, are positive.
+Gains are improvements, as the paper's Δ: less WER and more SIM are positive.
 
 Differs from the paper: 1. one test set, and no UTMOS in the toy world; 2. GROW's lr and beta are
 toy.yaml's, Table 4 keeps the paper's factors; 3. the paper names no tau: TAUS spans self-imitation
@@ -159,7 +159,7 @@ SHARED = ("steps", "prompts_per_step", "group_size", "warmup", "lr_decay", "beta
           "grad_clip", "ema", "redraws")
 # For the estimate before a first run is done, toy.yaml's README figures: seconds of 128 rollouts.
 MACHINE = "on two cores of a server CPU"
-SEC_NFE, SEC_JUDGE, SEC_UPDATE = 0.63, 0.94, {"grow": 3.6, "grpo": 6.0}
+SEC_NFE, SEC_JUDGE, SEC_UPDATE = 0.63, 0.94, {"grow": 3.6, "grpo": 3.6}      # GRPO's: a guess
 SEC_PROMPT = 0.18                                           # a prompt and system at NFE 32
 
 

@@ -18,7 +18,6 @@ import pytest
 import safetensors.torch
 import test_train
 import torch
-import torch.nn as nn
 from test_train import (MICRO, ROOT, Stopped, assert_same_fit, fit, log_of, micro_run, poison)
 
 import bench
@@ -36,7 +35,8 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lives")
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "lives.py"), str(folder)], capture_output=True,
-        text=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        text=True, timeout=900,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr[-3_000:]
     return json.loads((folder / "report.json").read_text()) | {"folder": folder}
 
@@ -139,7 +139,8 @@ def test_a_log_line_without_room_is_named_and_written_later(tmp_path, monkeypatc
 
     def fill(step, module):
         if step == 5:
-            monkeypatch.setattr(run_module, "open", lambda *args: FullDisk(open(*args)), raising=False)
+            monkeypatch.setattr(run_module, "open", lambda *args: FullDisk(open(*args)),
+                                raising=False)
     with pytest.raises(OSError, match=r"could not write .*log.jsonl \(.*No space left on device\)"):
         fit(tmp_path / "part", hook=fill)
     assert not (tmp_path / "part" / "log.jsonl").read_text().endswith("\n")
@@ -254,14 +255,15 @@ class Evil:
         return open, (str(self.path), "w")
 
 
-def test_no_pickle_is_executed_whatever_its_name(tmp_path):
+def test_no_pickle_is_executed_whatever_its_name(tmp_path, monkeypatch):
     marker, run = tmp_path / "executed", micro_run(tmp_path)
     pickle.loads(pickle.dumps(Evil(marker))).close()
     assert marker.exists()                          # it would
     marker.unlink()
     plain, zipped = tmp_path / "plain", tmp_path / "zipped"
-    plain.write_bytes(pickle.dumps({"a": Evil(marker)}))
+    plain.write_bytes(pickle.dumps({"a": Evil(marker)}, 2))
     torch.save({"state_dict": {"a": Evil(marker)}, "model": Evil(marker)}, zipped)
+    monkeypatch.setattr(toy, "_speak_alone", lambda job: [np.zeros(1_600, np.int16)] * len(job[0]))
     corpus = toy.CorpusConfig(tune=2, cache_dir=str(tmp_path / "corpus"))
     toy.corpus("tune", corpus)
     cached, = (tmp_path / "corpus").iterdir()
@@ -270,15 +272,15 @@ def test_no_pickle_is_executed_whatever_its_name(tmp_path):
                             lambda path: run.load("vae")),
         "vae.0000001.resume.safetensors": (lambda path: fit(tmp_path),),
         "ema_state_dict.pth": (load_semantic_vae,),
-        "wavlm_large_finetune.pth": (judges.SpeakerVerifier.from_file,),
-        "utmos22_strong_step7459_v1.pt": (judges.UTMOS.from_file,),
+        "wavlm_large_finetune.pth": (judges.SpeakerVerifier.load,),
+        "utmos22_strong_step7459_v1.pt": (judges.UTMOS.load,),
         str(cached): (lambda path: toy.corpus("tune", corpus),)}
     for source in (plain, zipped):
         for name, functions in readers.items():
             path = tmp_path / name
             path.write_bytes(source.read_bytes())
             for read in functions:
-                with pytest.raises((ValueError, KeyError, AttributeError)):
+                with pytest.raises((ValueError, KeyError)):
                     read(path)
                 assert not marker.exists(), (source, name)
             path.unlink()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import tables
+import toy
 import train
 from config import load_config
 from evaluate import read_records
@@ -268,7 +269,8 @@ def micro(tmp_path_factory):
              "judges.asr_steps=2", "judges.speaker_steps=2", "pretrain.steps=2",
              "grow.prompts_per_step=1", "grow.group_size=2", "grow.steps=2", "evaluate.n=4",
              "evaluate.keep_wavs=0", "grpo.lr=1e-4"]
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "_speak_alone", toy._speak_chunk)    # no process of its own per chunk
         train.main(["--config", MICRO, *words, f"out_dir={folder / 'weights'}",
                     "stages=corpus,vae,judges,pretrain"])
     return SimpleNamespace(out=folder / "out", words=[
@@ -331,7 +333,7 @@ def test_a_table_that_was_stopped_continues_and_runs_only_what_is_missing(micro,
     assert steps_taken.taken == [] and "2 of 2 runs are there" in capsys.readouterr().out
     tables.main([*command, "evaluate.n=2"])             # other prompts: evaluated anew, not trained
     assert steps_taken.taken == [("grpo-nfe5", "evaluate"), ("grow-nfe5", "evaluate")]
-    with pytest.raises(ValueError, match="grow section: steps 2 there, 3 now; use another out_dir"):
+    with pytest.raises(ValueError, match="grpo section: steps 2 there, 3 now; use another"):
         tables.main([*command, "grow.steps=3"])
 
 
@@ -339,7 +341,7 @@ def test_guidance_of_rollouts_leaves_evaluation_as_it_is(micro, steps_taken, mon
     scales = []
     rollouts, evaluation = train.grow_step, train.evaluate.speak
     monkeypatch.setattr(train, "grow_step", lambda *args: (
-        scales.append(("rollout", args[11].cfg_scale)), rollouts(*args))[1])
+        scales.append(("rollout", args[10].cfg_scale)), rollouts(*args))[1])
     monkeypatch.setattr(train.evaluate, "speak", lambda *args: (
         scales.append(("evaluation", args[4].cfg_scale)), evaluation(*args))[1])
     tables.main(["3", "--only", "g0-vc", "--seeds", "1", *micro.words, "grow.steps=1"])
