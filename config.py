@@ -98,7 +98,7 @@ class Config:
 
 
 def check_stages(stages):
-    """Raises ValueError for stages that are unknown, none, twice or in another order than theirs."""
+    """Raises ValueError for stages that are unknown, none, twice or out of order."""
     for stage in stages:
         if stage not in STAGES:
             near = difflib.get_close_matches(stage, STAGES, n=1)

@@ -1,8 +1,8 @@
 """Guards of a long RL run: what the rollouts sound like beside the start, and how far a reward can
 be believed.
 
-A policy that games a judge mostly does so audibly: it slows down, falls silent, shouts, or runs into
-the length cap. The panel puts these into every line of the log, and a warning is printed once when
+A policy that games a judge mostly does so audibly: it slows down, falls silent, shouts, or runs
+into the length cap. The panel puts these into every line of the log, and a warning is printed once when
 one has moved by more than its bound from the first steps, where the policy was the reference.
 """
 

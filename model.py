@@ -316,8 +316,8 @@ class DiTAR(nn.Module):
     @classmethod
     def from_qwen3(cls, name_or_path, config):
         """A new DiTAR whose text embedding and LM have the released weights of a Qwen3 checkpoint.
-        name_or_path: hub id or folder; config: a ModelConfig, whose lm and vocab_size have to be the
-        checkpoint's. Raises ValueError where they are not, OSError if there is no checkpoint."""
+        name_or_path: hub id or folder; config: a ModelConfig, whose lm and vocab_size have to be
+        the checkpoint's. Raises ValueError where they are not, OSError if there is no checkpoint."""
         from transformers import AutoConfig, Qwen3Model             # slow import
         theirs = AutoConfig.from_pretrained(name_or_path)
         if theirs.model_type != "qwen3":
@@ -389,7 +389,7 @@ class DiTAR(nn.Module):
 
 
 def draw_latents(mean, log_var, latent, generator):
-    """x_1 from the VAE's posterior, (T, D) each: its mean, or a sample with the generator's noise."""
+    """x_1 from the VAE's posterior, (T, D) each: its mean, or a sample with that generator."""
     if latent == "mean":
         return mean
     noise = torch.randn(mean.shape, generator=generator).to(mean)

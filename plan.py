@@ -4,8 +4,8 @@
 
 prints parameters per part, memory per GPU, floating-point operations and time per step, and disk.
 Parameters are counted on the meta device; the rest is arithmetic from the config and the
-assumptions below, which are printed with it. Not in it: the CUDA context and fragmentation (2-4 GB),
-reading audio, and what a GPU loses on small products: the time is a lower bound, of which the
+assumptions below, which are printed with it. Not in it: the CUDA context and fragmentation (2-4
+GB), reading audio, and what a GPU loses on small products: the time is a lower bound, of which the
 launches of many small kernels are shown as the second, often larger one.
 """
 
@@ -101,7 +101,8 @@ def memory(config, gpus, total):
     P = m.patch_frames
     patches = round(SPEECH_SEC * FRAME_HZ / P)
     tokens = TEXT_TOKENS + 1 + round(PROMPT_SEC * FRAME_HZ / P) + patches
-    speech, rows = tokens - TEXT_TOKENS, min(g.micro_batch, g.prompts_per_step * g.group_size / gpus)
+    speech = tokens - TEXT_TOKENS
+    rows = min(g.micro_batch, g.prompts_per_step * g.group_size / gpus)
     activations = rows * (
         m.lm.layers * tokens * saved_bytes(m.lm)
         + m.encoder.layers * speech * (P + 1) * saved_bytes(m.encoder)

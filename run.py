@@ -2,7 +2,7 @@
 stands in train.py, the toy's VAE and judges in toy.py and toy_judges.py.
 
 Everything random is a function of (seed, stage, step), so a run that was stopped continues with the
-same numbers; a file is written under a temporary name, synced and renamed: it is whole or not there.
+same numbers; a file is written under a temporary name, synced and renamed: whole or not there.
 """
 
 import contextlib

@@ -181,8 +181,8 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
 
 
 def decode_wavs(vae, prompts, utterances, context_patches=2):
-    """Waveforms of the generated parts, on the CPU: list of (n*P*hop,). The last `context_patches` of
-    each prompt go through the decoder in front, so that its receptive field has no hard edge."""
+    """Waveforms of the generated parts, on the CPU: list of (n*P*hop,). The last `context_patches`
+    of each prompt go through the decoder in front, so that its receptive field has no hard edge."""
     wavs, device = [], vae.latent_mean.device
     for i in range(0, len(utterances), 32):
         rows = [torch.cat((p[-context_patches:].to(u.latents), u.latents)).flatten(0, 1)

@@ -10,8 +10,8 @@
     held_out(n, split), judges       prompts, real speech and judges of an evaluation
     make_prompt(wav, prompt_text, text), clean(text), transcribe(wav, text)     for sample.py
 
-ToyWorld speaks for itself with eSpeak NG; RealWorld reads corpora, a released VAE, Qwen3's tokenizer
-and real judges by the paths in the config. To train on other data, write a third.
+ToyWorld speaks for itself with eSpeak NG; RealWorld reads corpora, a released VAE, Qwen3's
+tokenizer and real judges by the paths in the config. To train on other data, write a third.
 """
 
 import hashlib
@@ -210,7 +210,7 @@ class RealWorld:
             wanted += [(f"evaluate.lists.{name}", path, "a test set's list file; see testsets.py")
                        for name, path in c.evaluate.lists.items()]
             if not c.evaluate.lists:
-                raise ValueError("evaluate.lists is empty; name a test set (full.yaml has three), or "
+                raise ValueError("evaluate.lists is empty; name a test set, as full.yaml does, or "
                                  "leave evaluate out of stages")
         for field, path, what in wanted:
             if not Path(path).exists() or not path:
@@ -315,7 +315,7 @@ class RealWorld:
         return x_1.view(-1, self.run.config.model.patch_frames, x_1.shape[-1])
 
     def pretrain_rows(self, step):
-        """Single utterances, batched by length; an utterance's noise does not depend on its rank."""
+        """Single utterances, batched by length; an utterance's noise is not its rank's."""
         mine, after = (self.batches.batch(s)[self.run.rank] for s in (step, step + 1))
         rows = []
         for i, wav in self.loader.load(mine, after):

@@ -209,7 +209,8 @@ def test_what_is_spoken_depends_neither_on_the_batch_nor_on_the_prompts_behind()
     set_stop(model, 3 * randn(24, seed=1), 0.0)
     prompts = [SimpleNamespace(token_ids=[1 + i, 2, 3], n_target=2, text="", wav=None,
                                latents=randn(1 + i % 3, 2, 4, seed=i)) for i in range(5)]
-    vae = SimpleNamespace(latent_mean=torch.zeros(4), decode=lambda z, lengths: z.repeat_interleave(100, dim=2).flatten(1))
+    vae = SimpleNamespace(latent_mean=torch.zeros(4), decode=lambda z, lengths: (
+        z.repeat_interleave(100, dim=2).flatten(1)))
     sample = SampleConfig(max_patches_per_token=1.0, max_patches_extra=4)
 
     def speak(n, **changes):
