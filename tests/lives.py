@@ -356,7 +356,8 @@ def signals(folder, whole, wanted):
     run("SIGTERM", lambda: at_step(1, term))
     run("SIGINT", lambda: at_step(2, interrupt))
     run("late", in_last_checkpoint)
-    run("elsewhere", lambda: setattr(evaluate, "table", lambda *args: interrupt()))
+    run("elsewhere", lambda: setattr(evaluate, "table", lambda *args: (
+        interrupt(), time.sleep(10))))          # Python may take a moment to notice
     run("end", lambda: None)
     return told_of | {"differences": differences(here, wanted)}
 
