@@ -67,6 +67,7 @@ def life(folder, work, log="text"):
         status = 1
         try:
             os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` ignores it
             os.chdir(folder)
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(out, 1)
@@ -356,8 +357,7 @@ def signals(folder, whole, wanted):
     run("SIGTERM", lambda: at_step(1, term))
     run("SIGINT", lambda: at_step(2, interrupt))
     run("late", in_last_checkpoint)
-    run("elsewhere", lambda: setattr(evaluate, "table", lambda *args: (
-        interrupt(), time.sleep(10))))          # Python may take a moment to notice
+    run("elsewhere", lambda: setattr(evaluate, "table", lambda *args: interrupt()))
     run("end", lambda: None)
     return told_of | {"differences": differences(here, wanted)}
 
