@@ -2,7 +2,7 @@
 memory or time grow over many steps:
 
     python train.py --config toy.yaml --profile
-    python bench.py --config toy.yaml --growth 300
+    python bench.py --config toy.yaml --growth 300 grow.prompts_per_step=1 grow.group_size=2
 """
 
 import argparse
