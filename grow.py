@@ -218,8 +218,9 @@ def assemble(vae, prompts, utterances, wavs, c, latent="mean", generators=None):
             mean, log_var = vae.encode(audio[part].to(vae.latent_mean.device),
                                        (n[part] * P * hop).to(vae.latent_mean.device))
             for i, *posterior in zip(part.tolist(), mean.cpu(), log_var.cpu()):
-                x_1 = draw_latents(*posterior, latent, generators and generators[i])
-                patches[i] = x_1.view(-1, P, D)
+                own = [v[:n[i] * P] for v in posterior]     # noise must not depend on the padding
+                x_1 = draw_latents(*own, latent, generators and generators[i])
+                patches[i, :n[i]] = x_1.view(-1, P, D)
     return Batch(text, text_len, patches, n_prompt, n)
 
 
@@ -293,7 +294,7 @@ def collect(roll_out, vae, streams, draw_prompt, slots, generator, c):
 
 def grow_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slots, generator, c, s,
               global_sum, autocast):
-    """Algorithm 1, lines 3-8, and the backward pass; line 9, AdamW, is Run.fit's in train.py.
+    """Algorithm 1, lines 3-8, and the backward pass; line 9, AdamW, is Run.fit's in run.py.
 
     policy: the model that learns; actor: the same weights in the precision of rollouts;
     reference: frozen theta_pre. streams: name -> reward; lambdas: name -> lambda_r.
