@@ -38,6 +38,19 @@ def tiny_ditar(seed=0, **changes):
     return model
 
 
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(a, b, tol=1e-5):
+    torch.testing.assert_close(a, b, atol=tol, rtol=tol)
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()}
+
+
 def set_stop(model, direction, bias):
     """Makes the stop head fire exactly where h @ direction + bias > 0."""
     with torch.no_grad():

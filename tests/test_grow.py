@@ -9,25 +9,12 @@ import pytest
 import torch
 
 import grow
-from conftest import count_velocity_calls, tiny_ditar
+from conftest import assert_close, count_velocity_calls, gradients, randn, tiny_ditar
 from grow import (Batch, GrowConfig, Prompt, assemble, draw_noise, grow_loss, grow_step,
                   standardize, usable, weights)
 from sample import SampleConfig, Utterance
 
 P, D, HOP = 2, 4, 400
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def assert_close(a, b, tol=1e-5):
-    torch.testing.assert_close(a, b, atol=tol, rtol=tol)
-
-
-def gradients(model):
-    return {name: None if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()}
 
 
 def assert_gradients_close(ours, theirs, tol):
@@ -633,6 +620,23 @@ def test_reencoding_hands_the_vae_prompt_and_rollout_in_one_waveform():
     assert len(vae.encoded) == 1                                    # not asked again
     for i, (p, u) in enumerate(zip(prompts, utterances)):
         assert torch.equal(direct.patches[i, :batch.n[i]], torch.cat((p.latents, u.latents)))
+
+
+def test_a_sampled_target_depends_on_its_own_generator_alone_and_not_on_the_batch():
+    prompts = [make_prompt(2), make_prompt(0)]
+    utterances = [Utterance(randn(n, P, D, seed=n), True) for n in (2, 9)]
+    wavs = [randn(n * P * HOP, seed=n) for n in (2, 9)]
+
+    def sampled(rows):
+        batch = assemble(LinearVAE(), *([x[i] for i in rows] for x in (prompts, utterances, wavs)),
+                         GrowConfig(), "sample", [torch.Generator().manual_seed(i) for i in rows])
+        return [p[:n] for p, n in zip(batch.patches, batch.n)]
+    together, alone = sampled([0, 1]), [sampled([0])[0], sampled([1])[0]]
+    mean = assemble(LinearVAE(), prompts, utterances, wavs, GrowConfig()).patches
+    for i in range(2):
+        assert torch.equal(together[i], alone[i])
+        noise = together[i] - mean[i, :len(together[i])]            # of a posterior of variance 1
+        assert 0.5 < noise.std() < 1.5
 
 
 def test_more_rollouts_than_one_encoder_call_takes_keep_their_order():

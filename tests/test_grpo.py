@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo
-from conftest import count_velocity_calls, tiny_ditar
+from conftest import assert_close, count_velocity_calls, gradients, randn, tiny_ditar
 from grow import Prompt, weights
 from grpo import (GrpoConfig, Recorder, coefficients, grpo_loss, grpo_step, log_density, step_mean,
                   window_steps)
@@ -17,19 +17,6 @@ from sample import SampleConfig, generate, times
 
 P, D, HOP = 2, 4, 400
 KINDS = ("cps", "flow")
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def assert_close(a, b, tol=1e-5):
-    torch.testing.assert_close(a, b, atol=tol, rtol=tol)
-
-
-def gradients(model):
-    return {name: None if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()}
 
 
 def flat_gradient(model):
