@@ -291,6 +291,7 @@ def main(words=None):
         config = dry_config(config, int(os.environ.get("WORLD_SIZE", 1)))
     run = Run(config, "python train.py " + " ".join(sys.argv[1:] if words is None else words))
     if args.dry_run:
+        run.barrier()                               # by now every rank has made the folder
         if run.main:
             shutil.rmtree(run.dir)
             run.dir.mkdir()
