@@ -477,6 +477,9 @@ def check(config, overrides, args):
         key = word.split("=")[0]
         if key in ("method", "seed", "stages", "out_dir"):
             raise ValueError(f"{word}: each cell has its own {key}; use --seeds, --only or --out")
+    if args.plan and args.table == "speed":
+        raise ValueError("speed has no cells to plan; it takes one step of each of Table 1's cells "
+                         "per round, --rounds of them")
     if config.evaluate.lists:
         raise ValueError("evaluate.lists: tables compare on the held-out split; leave it empty")
     check_device(config.device)

@@ -235,6 +235,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(monkeypatch, capsys):
     (["7"], "unknown table '7'; known are 1, 2, 3, 4, 5, grpo and speed"),
     (["2", "--only", "signd"], "table 2 has no cell signd; it has exp-A-tau1"),
     (["2", "--seeds", "0"], "--seeds 0; wanted 1 or more"),
+    (["speed", "--plan"], "speed has no cells to plan"),
     (["speed", "--rounds", "0"], "--rounds 0; wanted 1 or more"),
     (["2", "seed=3"], "seed=3: each cell has its own seed; use --seeds"),
     (["2", "out_dir=x"], "out_dir=x: each cell has its own out_dir"),
