@@ -36,9 +36,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from audio import SAMPLE_RATE
+from checks import at_least, shares
 from grow import collect, speak, weights
 from model import pad_rows
-from audio import SAMPLE_RATE
 from sample import Utterance, times, velocity_fn
 
 # How far the policy may be from the actor before the first update, by the actor's precision, in
@@ -78,16 +79,15 @@ class GrpoConfig:
         for name, known in (("sde", ("cps", "flow")), ("log_prob", ("gaussian", "square"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"grpo.{name}={getattr(self, name)!r}; known are {known}")
-        for name, least in (("steps", 1), ("prompts_per_step", 1), ("window", 1),
-                            ("micro_batch", 1), ("window_start", 0), ("shift_every", 0),
-                            ("redraws", 0), ("kl", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"grpo.{name}={getattr(self, name)}; wanted {least} or more")
+        at_least("grpo", self, steps=1, prompts_per_step=1, window=1, micro_batch=1, window_start=0,
+                 shift_every=0, redraws=0, kl=0, lr=0, warmup=0, weight_decay=0)
+        shares("grpo", self, "betas", "ema", one=False)
         if self.eta <= 0 or (self.sde == "cps" and self.eta > 1):
             raise ValueError(f"grpo.eta={self.eta}; wanted more than 0, and with cps at most 1: "
                              "without noise there is no likelihood, and 1 renews all of it")
-        if self.clip <= 0:
-            raise ValueError(f"grpo.clip={self.clip}; wanted more than 0")
+        for name in ("clip", "grad_clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"grpo.{name}={getattr(self, name)}; wanted more than 0")
 
     def at(self, step):
         """The config of one update: the window has moved on."""

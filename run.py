@@ -180,9 +180,10 @@ def stop_signals():
 # ---------------------------------------------------------------- a run: ranks, files, log
 
 class Run:
-    """What only train.py knows: ranks, device, the output folder and the log."""
+    """What only train.py knows: ranks, device, the output folder and the log. fresh: empty the
+    folder first."""
 
-    def __init__(self, config, command):
+    def __init__(self, config, command, fresh=False):
         self.config, self.command = config, command
         self.dir = Path(config.out_dir)
         self.rank = int(os.environ.get("RANK", 0))
@@ -201,6 +202,10 @@ class Run:
         fast_bf16 = (torch.cuda.is_bf16_supported() if self.device.type == "cuda"
                      else torch.cpu._is_amx_tile_supported())
         self.bf16 = fast_bf16 if config.autocast == "auto" else config.autocast == "on"
+        if fresh:
+            if self.main and self.dir.exists():
+                shutil.rmtree(self.dir)
+            self.barrier()                          # no rank makes the folder before it is emptied
         self.dir.mkdir(parents=True, exist_ok=True)
 
     def generator(self, *key):

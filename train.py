@@ -17,7 +17,6 @@ import functools
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from dataclasses import asdict, replace
@@ -289,13 +288,8 @@ def main(words=None):
     check_device(config.device)
     if args.dry_run:
         config = dry_config(config, int(os.environ.get("WORLD_SIZE", 1)))
-    run = Run(config, "python train.py " + " ".join(sys.argv[1:] if words is None else words))
-    if args.dry_run:
-        run.barrier()                               # by now every rank has made the folder
-        if run.main:
-            shutil.rmtree(run.dir)
-            run.dir.mkdir()
-        run.barrier()
+    run = Run(config, "python train.py " + " ".join(sys.argv[1:] if words is None else words),
+              fresh=args.dry_run)
     for stage, section, amount in (("pretrain", "pretrain", "pairs_per_step"),
                                    ("grow", config.method, "prompts_per_step")):
         number = getattr(getattr(config, section), amount)

@@ -199,6 +199,8 @@ def test_full_yaml_is_a_config_and_its_plan_needs_neither_weights_nor_data(capsy
 
 
 def test_the_dry_run_takes_one_step_of_each_stage_on_two_processes(tmp_path):
+    (tmp_path / "x-dry").mkdir()
+    (tmp_path / "x-dry" / "of an earlier dry run").touch()
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
          "train.py", "--config", "full.yaml", "--dry-run", f"out_dir={tmp_path / 'x'}",
@@ -208,4 +210,5 @@ def test_the_dry_run_takes_one_step_of_each_stage_on_two_processes(tmp_path):
     steps = [r["stage"] for r in map(
         json.loads, (tmp_path / "x-dry" / "log.jsonl").read_text().splitlines())]
     assert steps == ["pretrain", "grow"]
+    assert not (tmp_path / "x-dry" / "of an earlier dry run").exists()
     assert "| 1 run(s) x 2 prompts | before | after |" in done.stdout
