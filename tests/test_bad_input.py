@@ -467,8 +467,8 @@ def test_bad_input_ends_in_one_line_that_says_what_to_do(command, answer, shelf,
         ranks = int(words.pop(0).removeprefix("RANKS="))
 
         class OfMany(run.Run):
-            def __init__(self, config, command):
-                super().__init__(config, command)
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
                 self.ranks = ranks
         monkeypatch.setattr(train, "Run", OfMany)
     script, *words = words

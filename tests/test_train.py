@@ -233,8 +233,8 @@ def test_a_missing_stage_says_where_it_was_sought_and_out_dir_comes_first(tmp_pa
 def test_work_that_does_not_divide_over_ranks_is_refused_before_any(word, ranks, message, tmp_path,
                                                                     monkeypatch):
     class OfMany(Run):
-        def __init__(self, config, command):
-            super().__init__(config, command)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             self.ranks = ranks
     monkeypatch.setattr(train, "Run", OfMany)
     with pytest.raises(ValueError, match=message):
