@@ -242,18 +242,31 @@ def open_run(folder):
     return Run(config, "")
 
 
-def evaluate_anew(folder, whisper, limit):
+def evaluate_anew(folders, whisper, limit):
     """Speak and score the first `limit` held-out prompts again, with Whisper as a further judge.
-    Returns the records before and after RL, and those of real speech."""
-    run = open_run(folder)
-    world, judge = make_world(run), Whisper(whisper, run.device, run.config.rewards.lang)
-    prompts, real = world.held_out(limit, run.config.evaluate.split)
-    systems = [evaluate.speak(run.fast(load_ditar(run, stage)), world.vae, prompts,
-                              run.config.evaluate, run.config.sample)
-               for stage in ("pretrain", "grow")]
-    stopped = [[u.stopped for u in utterances] for _, utterances in systems] + [[True] * len(real)]
-    return [evaluate.score(wavs, ends, prompts, world.judges, judge)
-            for wavs, ends in zip([w for w, _ in systems] + [real], stopped)]
+    Returns three lists over the runs: records before RL, after it, and of real speech. They are
+    written to each folder; what several runs share, their start and real speech, is done once."""
+    runs, done, rows = [open_run(folder) for folder in folders], {}, []
+    for run in runs:
+        run.find("grow")                        # an unfinished run is refused before any slow step
+    for run in runs:
+        c, row = run.config, []
+        world, judge = make_world(run), Whisper(whisper, run.device, c.rewards.lang)
+        prompts, real = world.held_out(limit, c.evaluate.split)
+        for stage, name in (("pretrain", "before"), ("grow", "after"), ("", "real")):
+            key = json.dumps([stage and run.digest(stage), asdict(c.evaluate), asdict(c.sample),
+                              asdict(c.rewards)])
+            if key not in done:
+                wavs, stopped = real, [True] * len(real)
+                if stage:
+                    wavs, spoken = evaluate.speak(run.fast(load_ditar(run, stage)), world.vae,
+                                                  prompts, c.evaluate, c.sample)
+                    stopped = [u.stopped for u in spoken]
+                done[key] = evaluate.score(wavs, stopped, prompts, world.judges, judge)
+            row.append(done[key])
+            evaluate.write_records(run.dir / f"whisper_{name}.jsonl", done[key])
+        rows.append(row)
+    return zip(*rows)
 
 
 # ---------------------------------------------------------------- entry point

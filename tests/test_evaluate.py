@@ -168,6 +168,7 @@ def test_records_hold_each_judges_reading_of_each_utterance():
     assert [r["wer"] for r in out] == pytest.approx([0, 1 / 3, 1 / 3, 2 / 3])
     assert out[0]["wer_held"] == 1.25                               # more words than asked: > 1
     assert [r["wer_whisper"] for r in out] == pytest.approx([0, 4 / 3, 4 / 3, 4 / 3])
+    assert [r["wer_whisper_capped"] for r in out] == [0, 1, 1, 1]
     assert [r["sim"] for r in out] == pytest.approx([1, 0, 1, 1], abs=1e-6)
     assert [r["sim_held"] for r in out] == [r["sim"] for r in out]
     assert [r["seconds"] for r in out] == [1.0, 0.5, 0.2, 0.1]

@@ -578,6 +578,46 @@ def test_evaluation_prompts_say_a_held_out_text_in_the_voice_that_said_it(micro)
         assert len(p.latents) * 1_600 == len(p.wav)
 
 
+def test_whisper_judges_several_runs_and_what_they_share_once(micro, tmp_path, monkeypatch, capsys):
+    heard, spoken = [], []
+
+    class Loops:                                        # on the last clip, as Whisper may
+        def __init__(self, folder, device, lang):
+            assert (folder, lang) == ("whisper", "en")
+
+        def transcribe(self, wavs):
+            heard.append(len(wavs))
+            return ["no"] * (len(wavs) - 1) + ["no " * 100]
+
+    def speak(model, *rest):
+        spoken.append(model)
+        return real_speak(model, *rest)
+    real_speak = evaluate.speak
+    monkeypatch.setattr(train, "Whisper", Loops)
+    monkeypatch.setattr(evaluate, "speak", speak)
+    other = tmp_path / "other"
+    shutil.copytree(micro.dir, other)
+    tensors, meta = load_tensors(other / "grow.safetensors")
+    tensors["stop_head.bias"][1] -= 1                   # another result of RL
+    save_tensors(other / "grow.safetensors", tensors, {k: v for k, v in meta.items()
+                                                       if k != "digest"})
+    evaluate.main(["--ckpt", str(micro.dir), str(other), "--whisper", "whisper", "--limit", "4"])
+    out = capsys.readouterr().out
+    assert "2 run(s) x 4 prompts" in out and "WER % (Whisper)" in out and "at most 100" in out
+    assert len(spoken) == 3 and len(heard) == 4         # the start and real speech: once
+    for folder in (micro.dir, other):
+        for name in ("before", "after", "real"):
+            records = evaluate.read_records(folder / f"whisper_{name}.jsonl")
+            assert len(records) == 4 and records[-1]["wer_whisper_capped"] == 1
+            assert records[-1]["wer_whisper"] > 10
+    evaluate.main(["--ckpt", str(micro.dir)])           # the run's own table is as it was
+    assert "Whisper" not in capsys.readouterr().out
+    (other / "grow.safetensors").unlink()
+    with pytest.raises(ValueError, match="no grow.safetensors in"):
+        evaluate.main(["--ckpt", str(micro.dir), str(other), "--whisper", "whisper"])
+    assert len(spoken) == 3                             # refused before any slow step
+
+
 def test_prompts_of_rl_are_a_function_of_step_slot_and_attempt(micro):
     run = train.open_run(micro.dir)
     vae, data = toy.load_vae(run), toy.corpus("rl", run.config.corpus)
