@@ -2,13 +2,15 @@
 be believed.
 
 A policy that games a judge mostly does so audibly: it slows down, falls silent, shouts, or runs
-into the length cap. The panel puts these into every line of the log, and a warning is printed once when
-one has moved by more than its bound from the first steps, where the policy was the reference.
+into the length cap. The panel puts these into every line of the log, and a warning is printed once
+when one has moved by more than its bound from the first steps, where the policy was the reference.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from checks import at_least
 
 FRAME_SAMPLES = 400             # 25 ms
 QUIET = 0.03                    # of a clip's loudest frame, -30 dB: such a frame is silence
@@ -30,10 +32,8 @@ class GuardConfig:
     probe_nfe: int = 10
 
     def __post_init__(self):
-        if self.warm_steps < 1 or self.probe_n < 2 or self.probe_every < 0 or self.probe_nfe < 1:
-            raise ValueError(f"guards.warm_steps={self.warm_steps}, probe_n={self.probe_n}, "
-                             f"probe_every={self.probe_every}, probe_nfe={self.probe_nfe}; wanted "
-                             "at least 1, 2, 0 and 1")
+        at_least("guards", self, warm_steps=1, seconds=0, rate=0, silence=0, loudness=0, caps=0,
+                 bad=0, anchor=0, probe_every=0, probe_n=2, probe_nfe=1)
 
 
 RELATIVE = ("seconds", "rate")

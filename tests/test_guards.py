@@ -84,7 +84,8 @@ def test_the_perturbation_is_60_db_below_the_waveform():
 
 
 @pytest.mark.parametrize("field, value", (
-    ("warm_steps", 0), ("probe_n", 1), ("probe_every", -1), ("probe_nfe", 0)))
+    ("warm_steps", 0), ("anchor", -0.1), ("caps", float("nan")), ("probe_n", 1),
+    ("probe_every", -1), ("probe_nfe", 0)))
 def test_a_wrong_guard_is_refused(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}"):
         GuardConfig(**{field: value})
