@@ -28,6 +28,8 @@ gradient through LocDiT alone, and both passes of the guidance in the loss. It l
     grow.py, and the advantages are GROW's weights, Eq. (9).
  7. One update per batch of rollouts, as GROW: on-policy, so that theta_old is the policy itself,
     the ratio is 1 and the clip never binds. Public code takes several updates per batch.
+ 8. A group's rollouts share x_0, as in MixGRPO's code: what sets them apart is then the noise of
+    the window, which the likelihood can credit, and not a start that it knows nothing of.
 """
 
 import math
@@ -68,6 +70,7 @@ class GrpoConfig:
     log_prob: str = "gaussian"      # or square, see 4 above
     clip: float = 1e-4              # ratio's range is 1 +- clip (open)
     kl: float = 0.0                 # weight of the KL to the reference (open)
+    same_noise: bool = True         # a group's rollouts start from the same x_0 (open; MixGRPO's)
     ema: float = 0.0                # as GROW's
     redraws: int = 4
     micro_batch: int = 16           # rollouts per backward pass: memory only
@@ -256,8 +259,9 @@ def grpo_step(policy, actor, reference, vae, streams, lambdas, draw_prompt, slot
     window = coefficients(grid, window_steps(c, s.nfe), c.eta, c.sde)
 
     def roll_out(prompts, seeds):
-        recorder = Recorder(seeds, grid, c)
-        return recorder.attach(speak(actor, prompts, seeds, c, s, solver=recorder))
+        recorder, G = Recorder(seeds, grid, c), c.group_size
+        x_0 = [seeds[k - k % G] for k in range(len(seeds))] if c.same_noise else seeds
+        return recorder.attach(speak(actor, prompts, x_0, c, s, solver=recorder))
     groups, log = collect(roll_out, vae, streams, draw_prompt, slots, generator, c)
     total = global_sum(len(groups.slots)) * c.group_size            # rollouts in the mean
     if not groups.slots:

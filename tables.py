@@ -115,10 +115,12 @@ TABLES = {
     # not the paper's: what it leaves open of its baseline, one setting changed at a time
     "grpo": ("settings of GRPO, on the tune split", [
         Cell(name, f"method=grpo sample.nfe=10 evaluate.split=tune {words}") for name, words in (
-            ("lr3e-5", "grpo.lr=3e-5"), ("lr1e-4", "grpo.lr=1e-4"), ("lr3e-4", "grpo.lr=3e-4"),
-            ("eta.4", "grpo.lr=3e-4 grpo.eta=0.4"), ("eta1", "grpo.lr=3e-4 grpo.eta=1"),
-            ("shift5", "grpo.lr=3e-4 grpo.shift_every=5"),
-            ("fixed", "grpo.lr=3e-4 grpo.shift_every=0"), ("kl.1", "grpo.lr=3e-4 grpo.kl=0.1"))]),
+            ("lr1e-4", "grpo.lr=1e-4 grpo.eta=0.4 grpo.shift_every=2"),
+            ("lr3e-5", "grpo.lr=3e-5 grpo.eta=0.4 grpo.shift_every=2"),
+            ("lr3e-4", "grpo.lr=3e-4 grpo.eta=0.4 grpo.shift_every=2"),
+            ("start3", "grpo.lr=1e-4 grpo.eta=0.4 grpo.shift_every=0 grpo.window_start=3"),
+            ("eta.7", "grpo.lr=1e-4 grpo.eta=0.7 grpo.shift_every=2"),
+            ("kl.1", "grpo.lr=1e-4 grpo.eta=0.4 grpo.shift_every=2 grpo.kl=0.1"))]),
 }
 EXPS = [f"exp-{kind}-tau{tau}" for kind in "Ar" for tau in TAUS]
 CLAIMS = {          # table -> what the paper says, metrics, A, relation, B

@@ -443,17 +443,22 @@ def step(policy, slots=(0, 1), actor=None, reference=None, global_sum=lambda n: 
     return log, grads
 
 
-def test_a_step_equals_its_parts_put_together_by_hand():
+@pytest.mark.parametrize("same", (True, False))
+def test_a_step_equals_its_parts_put_together_by_hand(same):
     policy, reference = tiny_ditar(), moved(tiny_ditar())
-    log, grads = step(policy, reference=reference, kl=0.3, window_start=1)
+    log, grads = step(policy, reference=reference, kl=0.3, window_start=1, same_noise=same)
     c = GrpoConfig(group_size=4, kl=0.3, window_start=1)
     prompts = [make_prompt(slot) for slot in (0, 1)]
     seeds = [int(torch.randint(2**62, (1,), generator=keyed("rollout", slot, 0, k)))
              for slot in (0, 1) for k in range(4)]
     recorder = Recorder(seeds, times(5), c)
+    starts = [seeds[0]] * 4 + [seeds[4]] * 4 if same else seeds
     spoken = recorder.attach(generate(
-        policy, [p.token_ids for p in prompts], [p.latents for p in prompts], [3, 3], seeds,
+        policy, [p.token_ids for p in prompts], [p.latents for p in prompts], [3, 3], starts,
         group=4, nfe=5, solver=recorder))
+    first = torch.stack([u.path[0, 0] for u in spoken]).view(2, 4, -1)      # before the window
+    assert len(first.flatten(0, 1).unique(dim=0)) == (2 if same else 8)     # groups or rollouts
+    assert len({u.path[0, 1].sum().item() for u in spoken}) == 8            # noise of their own
     wavs = [LinearVAE().decode(u.latents.flatten(0, 1)[None], None)[0] for u in spoken]
     rewards = {name: f(wavs, None, None).view(2, 4) for name, f in STREAMS.items()}
     out = grpo_loss(policy, reference, spoken, weights(rewards, LAMBDAS).flatten(),
@@ -475,7 +480,7 @@ def test_a_step_equals_its_parts_put_together_by_hand():
 
 @pytest.mark.parametrize("changes", (
     {"sde": "flow"}, {"log_prob": "square"}, {"eta": 0.4}, {"kl": 1.0}, {"window": 2},
-    {"window_start": 1}), ids=str)
+    {"window_start": 1}, {"same_noise": False}), ids=str)
 def test_every_option_does_something_and_the_step_repeats_bit_for_bit(changes):
     policy = tiny_ditar()
     (_, grads), (_, again), (_, plain) = (step(policy, **o) for o in (changes, changes, {}))
