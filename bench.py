@@ -1,11 +1,13 @@
-"""Where a GROW step's time goes, and how far it is from this machine's matrix product; and whether
-memory or time grow over many steps:
+"""Where a GROW step's time goes, and how far it is from this machine's matrix product; whether
+memory or time grow over many steps; and how much of a batch's gradient is signal:
 
     python train.py --config toy.yaml --profile
     python bench.py --config toy.yaml --growth 300 grow.prompts_per_step=1 grow.group_size=2
+    python bench.py --config toy.yaml --signal 8 method=grpo sample.nfe=10 grpo.group_size=8
 """
 
 import argparse
+import contextlib
 import resource
 import sys
 import tempfile
@@ -83,28 +85,62 @@ def resident_mb():
     return peak / (1e6 if sys.platform == "darwin" else 1e3)
 
 
-def growth(config, steps):
-    """Memory and time of each of `steps` RL steps: (steps,) MB, (steps,) ms. Keeps no result."""
-    rows = []
+@contextlib.contextmanager
+def scratch_trainer(config):
+    """A trainer at the pretrained weights, whose run keeps no result: (run, trainer)."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(replace(config, out_dir=folder,
                           weights_dir=config.weights_dir or config.out_dir), "")
-        trainer, c = GrowTrainer(run, make_world(run)), run.config.rl
+        yield run, GrowTrainer(run, make_world(run))
+
+
+def growth(config, steps):
+    """Memory and time of each of `steps` RL steps: (steps,) MB, (steps,) ms. Keeps no result."""
+    rows = []
+    with scratch_trainer(config) as (run, trainer):
+        c = run.config.rl
         run.fit("grow", trainer.policy, trainer.gradients, steps, c.lr, decay=False, betas=c.betas,
                 weight_decay=c.weight_decay, ema=c.ema, clip=c.grad_clip,
                 after=lambda step, logs, weights: rows.append((resident_mb(), 1e3 * logs["sec"])))
     return np.array(rows).T
 
 
+def signal(config, batches):
+    """Cosines between the gradients of `batches` batches of rollouts, each with its own prompts and
+    noise, at the pretrained weights: (pairs,). Their mean is |E g|^2 / E|g|^2, the share of a
+    gradient's squared length that is signal. LocDiT's parameters only: all that GRPO trains."""
+    units = []
+    with scratch_trainer(config) as (_, trainer):
+        for step in range(batches):
+            trainer.gradients(step)
+            grads = [p.grad for p in trainer.policy.locdit.parameters() if p.grad is not None]
+            flat = torch.cat([grad.flatten() for grad in grads])
+            units.append(flat / flat.norm())
+            trainer.policy.zero_grad()
+            print(f"batch {step + 1} of {batches}", end="\r", file=sys.stderr, flush=True)
+    cosines = torch.stack(units) @ torch.stack(units).T             # (batches, batches)
+    return cosines[tuple(torch.triu_indices(batches, batches, 1))]
+
+
 def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", required=True)
     parser.add_argument("--growth", type=int, default=300, metavar="STEPS")
+    parser.add_argument("--signal", type=int, metavar="BATCHES", help="instead: gradients' cosines")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     args = parser.parse_intermixed_args(words)
     if args.growth < 30:
         raise ValueError(f"--growth {args.growth}; wanted 30 steps or more")
-    rows = growth(load_config(args.config, args.overrides), args.growth)
+    config = load_config(args.config, args.overrides)
+    if args.signal is not None:
+        if args.signal < 3:
+            raise ValueError(f"--signal {args.signal}; wanted 3 batches or more")
+        cosines = signal(config, args.signal)
+        print(f"{100 * cosines.mean():.2f} % of a gradient's squared length is signal (standard "
+              f"error {100 * cosines.std() / len(cosines) ** 0.5:.2f} %: {len(cosines)} pairs of "
+              f"{args.signal} batches)")
+        return
+    rows = growth(config, args.growth)
     settled = rows[:, args.growth // 3:]        # every shape has been met, every cache is full
     for unit, start, values in zip(("MB", "ms"), rows[:, 0], settled):
         slope = 100 * np.polyfit(np.arange(len(values)), values, 1)[0]

@@ -18,6 +18,7 @@ import soundfile
 import torch
 import torch.nn as nn
 
+import bench
 import evaluate
 import sample
 import toy
@@ -562,6 +563,31 @@ def test_profile_reports_where_a_step_goes_and_trains_nothing(micro, tmp_path, c
     for word in ("rollout ", "decode ", "reward ", "update ", "step ", "rollouts/s", "GFLOP/s"):
         assert word in out
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_signal_finds_the_share_that_two_gradients_have_in_common(monkeypatch):
+    layer = nn.Linear(400, 1)                           # its bias gets no gradient
+
+    def gradients(step):
+        assert layer.weight.grad is None                # nothing of the batch before
+        layer.weight.grad = 1 + 2 * torch.randn(1, 400,         # signal 1, noise 4
+                                                generator=torch.Generator().manual_seed(step))
+    trainer = SimpleNamespace(policy=SimpleNamespace(locdit=layer, zero_grad=layer.zero_grad),
+                              gradients=gradients)
+    monkeypatch.setattr(bench, "scratch_trainer", lambda config: contextlib.nullcontext(
+        (None, trainer)))
+    cosines = bench.signal(None, 12)
+    assert cosines.shape == (66,) and cosines.mean() == pytest.approx(1 / 5, abs=0.03)
+
+
+def test_signal_runs_for_both_methods_and_too_few_batches_are_refused(micro, capsys):
+    words = [*micro.words, "--signal"]
+    with pytest.raises(ValueError, match="--signal 2; wanted 3"):
+        bench.main([*words, "2"])
+    grpo = ["method=grpo", "sample.nfe=4", "grpo.prompts_per_step=1", "grpo.group_size=4"]
+    for method in ([], grpo):
+        bench.main([*words, "3", *method])
+        assert "% of a gradient's squared length is signal" in capsys.readouterr().out
 
 
 def test_evaluation_prompts_say_a_held_out_text_in_the_voice_that_said_it(micro):
