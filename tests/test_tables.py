@@ -19,7 +19,7 @@ from evaluate import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY, MICRO = str(ROOT / "toy.yaml"), str(ROOT / "tests" / "micro.yaml")
-LR = "grpo.lr=3e-4"                 # toy.yaml may not name one
+LR = "grpo.lr=3e-4"
 
 
 def jobs_of(name, *words, path=TOY, seeds=2, out="out/tables"):
@@ -100,7 +100,7 @@ def test_a_cell_that_changes_nothing_is_one_run_for_all_tables():
     assert same == {"1": ["grow-nfe5"], "2": ["signed"], "3": ["g1.5-vc"], "4": ["lr1-beta1"],
                     "5": ["wer+sim"], "grpo": []}
     dirs = {str(job.dir) for name in "2345" for job in jobs_of(name, seeds=1)}
-    assert len(dirs) == 7 + 3 + 8 + 3 - 3
+    assert len(dirs) == 9 + 3 + 8 + 3 - 3
 
 
 def test_claims_name_cells_of_their_table():
