@@ -3,7 +3,7 @@ memory or time grow over many steps; and how much of a batch's gradient is signa
 
     python train.py --config toy.yaml --profile
     python bench.py --config toy.yaml --growth 300 grow.prompts_per_step=1 grow.group_size=2
-    python bench.py --config toy.yaml --signal 8 method=grpo sample.nfe=10 grpo.group_size=8
+    python bench.py --config toy.yaml --signal 8 method=grpo sample.nfe=10
 """
 
 import argparse
@@ -107,8 +107,9 @@ def growth(config, steps):
 
 def signal(config, batches):
     """Cosines between the gradients of `batches` batches of rollouts, each with its own prompts and
-    noise, at the pretrained weights: (pairs,). Their mean is |E g|^2 / E|g|^2, the share of a
-    gradient's squared length that is signal. LocDiT's parameters only: all that GRPO trains."""
+    noise, at the pretrained weights: (pairs,). Their mean is |E u|^2 of the gradients' directions
+    u: the share of a gradient's squared length that is signal, where their lengths are alike.
+    LocDiT's parameters only: all that GRPO trains."""
     units = []
     with scratch_trainer(config) as (_, trainer):
         for step in range(batches):
@@ -136,9 +137,9 @@ def main(words=None):
         if args.signal < 3:
             raise ValueError(f"--signal {args.signal}; wanted 3 batches or more")
         cosines = signal(config, args.signal)
+        error = cosines.std() / len(cosines) ** 0.5                 # as if pairs were independent
         print(f"{100 * cosines.mean():.2f} % of a gradient's squared length is signal (standard "
-              f"error {100 * cosines.std() / len(cosines) ** 0.5:.2f} %: {len(cosines)} pairs of "
-              f"{args.signal} batches)")
+              f"error {100 * error:.2f} %: {len(cosines)} pairs of {args.signal} batches)")
         return
     rows = growth(config, args.growth)
     settled = rows[:, args.growth // 3:]        # every shape has been met, every cache is full

@@ -254,8 +254,8 @@ def evaluate_anew(folders, whisper, limit):
         world, judge = make_world(run), Whisper(whisper, run.device, c.rewards.lang)
         prompts, real = world.held_out(limit, c.evaluate.split)
         for stage, name in (("pretrain", "before"), ("grow", "after"), ("", "real")):
-            key = json.dumps([stage and run.digest(stage), asdict(c.evaluate), asdict(c.sample),
-                              asdict(c.rewards)])
+            key = json.dumps([stage and run.digest(stage), run.digest("vae"), run.digest("judges"),
+                              asdict(c.evaluate), asdict(c.sample), asdict(c.rewards)])
             if key not in done:
                 wavs, stopped = real, [True] * len(real)
                 if stage:
