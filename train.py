@@ -299,21 +299,22 @@ def main(words=None):
     if args.plan:
         return plan.show(config, args.gpus, args.tflops)
     check_device(config.device)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.dry_run:
-        config = dry_config(config, int(os.environ.get("WORLD_SIZE", 1)))
-    run = Run(config, "python train.py " + " ".join(sys.argv[1:] if words is None else words),
-              fresh=args.dry_run)
+        config = dry_config(config, ranks)
     for stage, section, amount in (("pretrain", "pretrain", "pairs_per_step"),
                                    ("grow", config.method, "prompts_per_step")):
         number = getattr(getattr(config, section), amount)
-        if stage in stages and number % run.ranks:
-            raise ValueError(f"{section}.{amount}={number} does not divide over {run.ranks} ranks; "
-                             f"use {round_up(number, run.ranks)}")
+        if stage in stages and number % ranks:
+            raise ValueError(f"{section}.{amount}={number} does not divide over {ranks} ranks; "
+                             f"use {round_up(number, ranks)}")
+    run = Run(config, "python train.py " + " ".join(sys.argv[1:] if words is None else words),
+              fresh=args.dry_run)
     world = DryWorld(run) if args.dry_run else make_world(run)
+    world.check(("grow",) if args.profile else stages)
     if args.profile:
         from bench import profile
         return profile(run, world)
-    world.check(stages)
     work = {"vae": world.make_vae, "judges": world.make_judges,
             "pretrain": lambda: train_ditar(run, world), "grow": lambda: train_grow(run, world)}
     todo = [stage for stage in stages if stage not in work or not run.done(stage)]

@@ -30,7 +30,7 @@ import math
 import os
 import zipfile
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import soundfile
@@ -38,7 +38,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers.audio_utils import mel_filter_bank
 
 from audio import SAMPLE_RATE, check_out, read_wav
@@ -456,8 +455,8 @@ def plain_weights(state):
 
 def read_checkpoint(path):
     """A .pth or .safetensors file -> (dict of tensors, config dict or None)."""
-    wanted = ("wanted Semantic-VAE's dac/ema_state_dict.pth or dac/weights.pth, or a .safetensors "
-              "file of save_semantic_vae")
+    wanted = ("wanted Semantic-VAE's dac/ema_state_dict.pth or dac/weights.pth, or the "
+              "vae.safetensors of train.py")
     if not Path(path).is_file():
         raise ValueError(f"{path}: there is no such file; {wanted}")
     try:
@@ -508,18 +507,6 @@ def load_semantic_vae(path, config=None):
             for what, keys in problems.items() if keys) + "; is it of another model or layout?")
     vae.load_state_dict(state)
     return vae.requires_grad_(False).eval()
-
-
-def save_semantic_vae(vae, path):
-    """Weights, latent statistics and config to one .safetensors file; never a half-written one."""
-    if Path(path).suffix != ".safetensors":
-        raise ValueError(f"{path}: wanted a name that ends in .safetensors")
-    scratch = f"{path}.{os.getpid()}.tmp"
-    save_file({k: v.detach().cpu().contiguous() for k, v in vae.state_dict().items()}, scratch,
-              metadata={"semantic_vae": json.dumps(asdict(vae.config))})
-    with open(scratch, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
 
 
 # ---------------------------------------------------------------- command line

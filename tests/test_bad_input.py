@@ -232,6 +232,8 @@ ROWS = [row for table in (
         ("an unknown stage", TRAIN + "stages=grwo", "unknown stage 'grwo'; .*did you mean grow"),
         ("a stage without its start", TRAIN + "stages=grow",
          "no vae.safetensors in .*; run stages=vae first"),
+        ("a profile of nothing", TRAIN + "--profile",
+         "no vae.safetensors in .*; run stages=vae first"),
         ("an unknown reward", TRAIN + "rewards.weights.mos=1",
          r"names \['mos'\]; the streams are"),
         ("nothing to reward", TRAIN + "'rewards.weights={wer: 0, sim: 0}'",

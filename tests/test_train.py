@@ -233,14 +233,10 @@ def test_a_missing_stage_says_where_it_was_sought_and_out_dir_comes_first(tmp_pa
     ("stages=pretrain", 3, "pretrain.pairs_per_step=4 does not divide over 3 ranks; use 6")))
 def test_work_that_does_not_divide_over_ranks_is_refused_before_any(word, ranks, message, tmp_path,
                                                                     monkeypatch):
-    class OfMany(Run):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.ranks = ranks
-    monkeypatch.setattr(train, "Run", OfMany)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(ValueError, match=message):
-        train.main(["--config", MICRO, f"out_dir={tmp_path}", "stages=grow", word])
-    assert not list(tmp_path.iterdir())
+        train.main(["--config", MICRO, f"out_dir={tmp_path / 'out'}", "stages=grow", word])
+    assert not list(tmp_path.iterdir())                             # not even the folder
 
 
 # ---- fit ---------------------------------------------------------------------------------------
