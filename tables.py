@@ -392,6 +392,7 @@ def figure(path, name, runs):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullLocator
     cells = [cell for cell in TABLES[name][1] if cell.name in runs]
     fig, axes = plt.subplots(1, 2, figsize=(11, 1.6 + 0.45 * len(cells)), sharey=True)
     for k, (ax, metric) in enumerate(zip(axes, ("wer", "sim"))):
@@ -407,8 +408,15 @@ def figure(path, name, runs):
                 whole = statistics.mean(PRETRAINED.wer)
                 value = 100 * cell.gain[0] / whole if metric == "wer" else cell.gain[1]
                 mark(y + 0.1, value, value, value, "x", "k")
+        unit = (100, 0.1)[k]        # log beyond half of it: cells that collapsed leave others room
+        ax.set_xscale("symlog", linthresh=unit / 2, linscale=3)
+        ax.xaxis.set_major_locator(FixedLocator(
+            [unit * x for x in (-10, -2, -0.5, -0.25, -0.1, 0, 0.1, 0.25, 0.5)]))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_formatter("{x:g}")
         ax.axvline(0, color="gray", lw=0.8)
-        ax.set_xlabel(("WER saved, % of the pretrained", "SIM gained")[k])
+        ax.set_xlabel(("WER saved, % of the pretrained (log beyond 50)",
+                       "SIM gained (log beyond 0.05)")[k])
     axes[0].set_yticks(range(len(cells)), [cell.name for cell in cells])
     axes[0].invert_yaxis()
     fig.suptitle(f"{TABLES[name][0]}: ● reward judge, ■ held-out judge, × paper", fontsize=11)
