@@ -210,7 +210,7 @@ def corpus(split, config, processes=None):
         number, *voice = voices[random.Random(f"{config.seed}-{split}-{i // 2}-voice").randrange(
             len(voices))]
         rows.append((text, number, tuple(voice)))
-    key = json.dumps([rows, config.rate_wpm, config.word_gap, "v1"]).encode()
+    key = json.dumps([rows, config.rate_wpm, config.word_gap, "v2"]).encode()
     path = Path(config.cache_dir) / f"{split}-{hashlib.sha256(key).hexdigest()[:12]}.npz"
     if not path.exists():
         jobs = [([(t, v) for t, _, v in rows[i:i + 500]], config.rate_wpm, config.word_gap)
