@@ -28,7 +28,6 @@ import run
 import sample
 import toy
 import toy_judges
-import train
 import vae
 from config import load_config
 from worlds import RealWorld
@@ -214,7 +213,7 @@ ROWS = [row for table in (
         # ---- what does not fit together
         ("a group of one", TRAIN + "grow.group_size=1",
          "group_size=1; one rollout has no baseline"),
-        ("prompts over ranks", "RANKS=4 " + TRAIN + "grow.prompts_per_step=6 stages=grow",
+        ("prompts over ranks", "WORLD_SIZE=4 " + TRAIN + "grow.prompts_per_step=6 stages=grow",
          "grow.prompts_per_step=6 does not divide over 4 ranks; use 8"),
         ("heads that do not share", TRAIN + "model.lm.kv_heads=4",
          "model.lm: heads=2, kv_heads=4, .*wanted heads a multiple of kv_heads"),
@@ -465,14 +464,8 @@ def words_of(command, shelf, new):
 def test_bad_input_ends_in_one_line_that_says_what_to_do(command, answer, shelf, no_slow_step,
                                                          tmp_path, capsys, monkeypatch):
     words = words_of(command, shelf, tmp_path / "new")
-    if words[0].startswith("RANKS="):
-        ranks = int(words.pop(0).removeprefix("RANKS="))
-
-        class OfMany(run.Run):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                self.ranks = ranks
-        monkeypatch.setattr(train, "Run", OfMany)
+    if words[0].startswith("WORLD_SIZE="):
+        monkeypatch.setenv(*words.pop(0).split("="))
     script, *words = words
     main = importlib.import_module(script.removesuffix(".py")).main
     started = time.process_time()
