@@ -210,7 +210,8 @@ def corpus(split, config, processes=None):
         number, *voice = voices[random.Random(f"{config.seed}-{split}-{i // 2}-voice").randrange(
             len(voices))]
         rows.append((text, number, tuple(voice)))
-    key = json.dumps([rows, config.rate_wpm, config.word_gap, "v2"]).encode()
+    version = "v2"                      # raise it when what `speak` returns changes
+    key = json.dumps([rows, config.rate_wpm, config.word_gap, version]).encode()
     path = Path(config.cache_dir) / f"{split}-{hashlib.sha256(key).hexdigest()[:12]}.npz"
     if not path.exists():
         jobs = [([(t, v) for t, _, v in rows[i:i + 500]], config.rate_wpm, config.word_gap)
