@@ -26,6 +26,7 @@ import rewards as reward_module
 from audio import SAMPLE_RATE
 from checks import at_least, run_main
 from rewards import is_bad, wer
+from run import differences
 from sample import decode_wavs, generate
 
 METRICS = {                     # name -> heading, factor, better
@@ -288,6 +289,24 @@ def evaluate_lists(args):
         testsets.run_lists(run, make_world(run), args.limit)
 
 
+def require_one_evaluation(folders):
+    """Raises ValueError for runs whose utterances are no pairs: other steps, noise or guidance."""
+    first = None
+    for folder in folders:
+        path = Path(folder) / "config.json"
+        if not path.exists():
+            raise ValueError(f"no {path}; {folder} is no output folder of train.py")
+        config = json.loads(path.read_text())
+        ours = {f"{section}.{name}": config[section][name] for section, names in (
+            ("evaluate", ("split", "nfe", "seed")), ("sample", ("cfg_scale", "sway")))
+            for name in names}
+        first = first or ours
+        if ours != first:
+            raise ValueError(f"{folder} and {folders[0]} were evaluated in different ways "
+                             f"({differences(ours, first)}); evaluate both alike: train.py "
+                             "stages=evaluate, with the fields of one")
+
+
 def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ckpt", nargs="+", help="output folder(s) of train.py")
@@ -311,6 +330,10 @@ def main(words=None):
         return evaluate_lists(args)
     if args.lists or args.wavs or args.asr or args.zh_asr or args.speaker or args.utmos:
         raise ValueError("--wavs and the judges go with --lists; --baseline and --whisper do not")
+    if args.baseline and args.whisper:
+        raise ValueError("--whisper compares a run with its own start; without --baseline")
+    if args.limit is not None and not args.whisper:
+        raise ValueError("--limit goes with --whisper or --lists; the records of a run are whole")
     if args.whisper:
         from train import evaluate_anew
         before, after, real = evaluate_anew(args.ckpt, args.whisper, args.limit or 200)
@@ -326,6 +349,7 @@ def main(words=None):
     else:
         before = [read_records(Path(d) / "eval_before.jsonl") for d in args.ckpt]
         labels = ("before", "after")
+    require_one_evaluation([*args.ckpt, *(args.baseline or ())])
     print(table(before, after, read_records(Path(args.ckpt[0]) / "eval_real.jsonl"), labels))
 
 

@@ -242,9 +242,10 @@ class Groups:
 
 
 def collect(roll_out, vae, streams, draw_prompt, slots, generator, c):
-    """Lines 3-4: roll out and score the groups `slots`; one without reward variance is discarded
-    and redrawn, at most c.redraws times. roll_out(prompts, seeds) -> G utterances of each prompt.
-    Returns Groups, maybe without any, and numbers to log. The other arguments are grow_step's."""
+    """Lines 3-4: roll out and score the groups `slots`; one without reward variance, or with a wav
+    that is not finite, is discarded and redrawn, at most c.redraws times. roll_out(prompts, seeds)
+    -> G utterances of each prompt. Returns Groups, maybe without any, and numbers to log. The other
+    arguments are grow_step's."""
     G, log = c.group_size, {"sec_rollout": 0.0, "sec_decode": 0.0, "sec_reward": 0.0}
     kept, pending, discarded = {}, list(slots), 0
     utterance_count = caps_hit = n_bad = 0
@@ -268,7 +269,7 @@ def collect(roll_out, vae, streams, draw_prompt, slots, generator, c):
         utterance_count += len(utterances)
         caps_hit += sum(not u.stopped for u in utterances)
         n_bad += int(bad.sum())
-        # a group without reward variance carries no gradient: discard and redraw
+        # without reward variance there is no gradient, and non-finite latents would spoil the LM's
         ok = usable({name: r.view(-1, G) for name, r in rewards.items()}).tolist()
         for b, slot in enumerate(pending):
             rows = slice(b * G, (b + 1) * G)

@@ -68,7 +68,7 @@ class GrpoConfig:
     sde: str = "cps"                # or flow, Flow-GRPO's
     eta: float = 0.7                # noise of the noisy steps; 1 is all that CPS has (open)
     log_prob: str = "gaussian"      # or square, see 4 above
-    clip: float = 1e-4              # ratio's range is 1 +- clip (open)
+    clip: float = 1e-4              # ratio's range is 1 +- clip (open); never binds here, see 7
     kl: float = 0.0                 # weight of the KL to the reference (open)
     same_noise: bool = True         # a group's rollouts start from the same x_0 (open; MixGRPO's)
     ema: float = 0.0                # as GROW's

@@ -1,7 +1,8 @@
 """Sampling: Euler steps on a sway grid, guidance, and batched autoregressive generation.
 
 Paper: "Rollout CFG and training velocity" (v_g), "RL Fine-tuning Configurations" (Euler, sway -1).
-`generate` serves rollouts, evaluation and this command line:
+`stream` speaks patch by patch, `generate` collects it for rollouts, evaluation and this command
+line:
 
     python sample.py --ckpt out/toy --text "the old man walked to the river" \\
         --prompt some.wav --prompt-text "what some.wav says" --out x.wav
@@ -105,13 +106,15 @@ def next_patch(model, h, history, noise, grid, cfg_scale):
 
 
 @torch.no_grad()
-def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1.5, sway=-1.0,
-             trace=False, solver=None):
-    """Speak a batch: each prompt with its text, `group` rollouts each.
+def stream(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1.5, sway=-1.0,
+           solver=None):
+    """Speak a batch patch by patch: each prompt with its text, `group` rollouts each.
 
     texts: B lists of token ids, prompt text and target text together; prompts: B tensors
     (N0, P, D) of normalised latents, N0 may differ; caps: B ints, most patches to generate;
-    seeds: B*G ints, a prompt's rollouts adjacent. Returns B*G Utterances in that order.
+    seeds: B*G ints, a prompt's rollouts adjacent.
+    Yields, once per patch, of the R rollouts that still speak: their numbers (R,), the patch
+    (R, P, D), the LM's state that made it (R, C), and (R,) True where the stop head ends it there.
     solver: takes next_patch's place (grpo.py) and is told each row's rollout and the patch's index.
     The prefix is prefilled once per prompt and its cache repeated. Finished rows leave the batch
     by sixteens, so that the cache is not copied at every patch and few shapes occur.
@@ -146,21 +149,14 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
     noise = noise.to(device)
 
     grid = times(nfe, sway).to(device)
-    latents = torch.zeros_like(noise)
-    states = torch.zeros(*noise.shape[:2], h.shape[-1], device=device) if trace else None
-    n_out = torch.zeros(B * group, dtype=torch.long, device=device)
-    stopped = torch.zeros(B * group, dtype=torch.bool, device=device)
     row = torch.arange(B * group, device=device)                    # who is still in the batch
     done = torch.zeros(B * group, dtype=torch.bool, device=device)
     for i in range(noise.shape[1]):
         given = model, h, history, noise[row, i], grid, cfg_scale
         patch = solver(*given, row, i) if solver else next_patch(*given)
-        latents[row, i] = patch
-        if trace:
-            states[row, i] = h.float()
         stop = model.stop_head(h).argmax(-1) == 1
-        n_out[row[~done]] = i + 1
-        stopped[row[~done & stop]] = True
+        speaks = ~done
+        yield row[speaks], patch[speaks], h[speaks], stop[speaks]
         done = done | stop | (i + 1 >= caps[row])
         if done.all():
             break
@@ -176,8 +172,23 @@ def generate(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1
         h = model.lm(x, model.speech_positions(text_len[row], n_spoken_now)[:, None],
                      cache=cache)[:, 0]
         cache.end_step()
-    return [Utterance(latents[i, :n], s, states[i, :n] if trace else None)
-            for i, (n, s) in enumerate(zip(n_out.tolist(), stopped.tolist()))]
+
+
+def generate(model, texts, prompts, caps, seeds, *, group=1, trace=False, **how):
+    """`stream` to its end: B*G Utterances, a prompt's rollouts adjacent. trace: keep the states."""
+    P, D, C = model.config.patch_frames, model.config.latent_dim, model.config.lm.dim
+    R, device = len(seeds), model.speech_start.device
+    latents = torch.zeros(R, max(caps), P, D, device=device)
+    states = torch.zeros(R, max(caps), C, device=device) if trace else None
+    n = torch.zeros(R, dtype=torch.long, device=device)
+    stopped = torch.zeros(R, dtype=torch.bool, device=device)
+    steps = stream(model, texts, prompts, caps, seeds, group=group, **how)
+    for i, (row, patch, h, stop) in enumerate(steps):
+        latents[row, i], n[row], stopped[row] = patch, i + 1, stop
+        if trace:
+            states[row, i] = h.float()
+    return [Utterance(latents[i, :length], s, states[i, :length] if trace else None)
+            for i, (length, s) in enumerate(zip(n.tolist(), stopped.tolist()))]
 
 
 def decode_wavs(vae, prompts, utterances, context_patches=2):
@@ -224,7 +235,7 @@ def main(words=None):
     parser.add_argument("--prompt", required=True, help="wav of the voice to speak in")
     parser.add_argument("--prompt-text", help="what it says; default: the recogniser's reading")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--stage", choices=("grow", "pretrain"), default="grow")
+    parser.add_argument("--stage", choices=("grow", "grow.best", "pretrain"), default="grow")
     parser.add_argument("--nfe", type=int, default=32)
     parser.add_argument("--cfg-scale", type=float, help="gamma; 0 is off; default: the run's")
     parser.add_argument("--seed", type=int, default=0)

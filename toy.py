@@ -113,19 +113,24 @@ class Corpus:
         return torch.from_numpy(self.wavs[i].astype(np.float32) / 32768)    # (S,)
 
 
+def load_espeak():
+    """eSpeak NG's library and the folder of its data. Raises ImportError where they are missing."""
+    try:
+        import espeakng_loader
+        return (ctypes.CDLL(espeakng_loader.get_library_path()),
+                str(Path(espeakng_loader.get_data_path()).parent).encode())
+    except (ImportError, OSError) as error:
+        raise ImportError(f"eSpeak NG could not be loaded ({error}); the toy corpus needs it: "
+                          "pip install espeakng-loader") from error
+
+
 class ESpeak:
     """eSpeak NG through ctypes; one instance a process (the library keeps global state)."""
     SYNCHRONOUS, UTF8, DONT_EXIT = 2, 1, 0x8000
     RATE, PITCH, RANGE, WORD_GAP = 1, 3, 4, 7
 
     def __init__(self):
-        try:
-            import espeakng_loader
-            self.lib = ctypes.CDLL(espeakng_loader.get_library_path())
-            data = str(Path(espeakng_loader.get_data_path()).parent).encode()
-        except (ImportError, OSError) as error:
-            raise RuntimeError(f"eSpeak NG could not be loaded ({error}); the toy corpus needs it: "
-                               "pip install espeakng-loader") from error
+        self.lib, data = load_espeak()
         self.rate_hz = self.lib.espeak_Initialize(self.SYNCHRONOUS, 0, data, self.DONT_EXIT)
         if self.rate_hz <= 0:
             raise RuntimeError("eSpeak NG did not find its data; reinstall espeakng-loader")
@@ -390,6 +395,12 @@ def vae_loss(vae, wavs, noise):
                                                         "kl": kl.item()}
 
 
+def log_mel_l1(vae, wav):
+    """Mean absolute error of a waveform (S,) through the VAE and back, in log mel energies."""
+    again = vae.decode(vae.encode(wav[None])[0])
+    return F.l1_loss(*(log_mel(x, 1024, 160, 80) for x in (again, wav[None]))).item()
+
+
 def train_vae(run):
     """Stage "vae": on one-second segments of the judge split; then its latent statistics."""
     c = run.config.vae
@@ -417,8 +428,7 @@ def train_vae(run):
         means = torch.cat([vae.encode(w[None])[0][0] for w in sample])
         vae.latent_mean.copy_(means.mean(dim=0))
         vae.latent_std.copy_(means.std(dim=0))
-        errors = [F.l1_loss(*(log_mel(x, 1024, 160, 80) for x in (
-            vae.decode(vae.encode(w[None])[0]), w[None]))).item() for w in sample[:100]]
+        errors = [log_mel_l1(vae, wav) for wav in sample[:100]]
     run.finish("vae", vae.state_dict(), {"log_mel_l1": sum(errors) / len(errors)})
 
 

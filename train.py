@@ -180,7 +180,9 @@ class GrowTrainer:
         path = run.dir / "grow.best.safetensors"
         there = load_meta(path)["score"] if path.exists() else -math.inf
         if sim - wer > there:
-            save_tensors(path, weights, {"score": sim - wer, "wer": wer, "sim": sim, "step": step})
+            save_tensors(path, self.policy.state_dict() | weights, {
+                "config": run.fingerprint("grow"), "score": sim - wer, "wer": wer, "sim": sim,
+                "step": step})
         return {"held_out_wer": wer, "held_out_sim": sim}
 
 
@@ -317,7 +319,14 @@ def main(words=None):
         return profile(run, world)
     work = {"vae": world.make_vae, "judges": world.make_judges,
             "pretrain": lambda: train_ditar(run, world), "grow": lambda: train_grow(run, world)}
-    todo = [stage for stage in stages if stage not in work or not run.done(stage)]
+    todo = []
+    for stage in stages:
+        if stage not in work or not run.done(stage):
+            todo.append(stage)
+        elif changed := [name for name in run.fingerprint(stage)["from"] if name in todo]:
+            raise ValueError(f"{run.dir / stage}.safetensors was made from another "
+                             f"{', '.join(changed)} than this run is to make; use another out_dir, "
+                             "or remove the file to train it again")
     if run.main:
         write_text(run.dir / "config.json", json.dumps(asdict(config), indent=1) + "\n")
     for stage in stages:

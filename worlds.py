@@ -88,10 +88,14 @@ class ToyWorld:
         if c.model.vocab_size < len(toy.ALPHABET):
             raise ValueError(f"model.vocab_size={c.model.vocab_size}; the toy alphabet has "
                              f"{len(toy.ALPHABET)} characters, use {len(toy.ALPHABET)}")
+        if c.rewards.lang != "en":
+            raise ValueError(f"rewards.lang={c.rewards.lang!r}, but the toy world speaks English: "
+                             "use en")
+        toy.load_espeak()
         check_start(self.run, stages, {
-            "judges": ("vae",), "pretrain": ("vae",), "grow": ("vae", "judges", "pretrain"),
+            "judges": ("vae",), "pretrain": ("vae", "judges"), "grow": ("vae", "judges", "pretrain"),
             "evaluate": ("vae", "judges", "pretrain") + ("grow",) * (not c.evaluate.lists)})
-        if "grow" in stages:
+        if {"pretrain", "grow", "evaluate"} & set(stages):
             check_weights(c.rewards)
             rewards.check_judges(c.rewards)
 
@@ -114,7 +118,10 @@ class ToyWorld:
 
     @cached_property
     def judges(self):
-        return load_judges(self.run)
+        """Those that give the reward, which the config may name, and the toy's held-out ones."""
+        c, device, own = self.run.config.rewards, self.run.device, load_judges(self.run)
+        return own | {"asr": rewards.load_asr(c, device, own["asr"]),
+                      "speaker": rewards.load_speaker(c, device, own["speaker"])}
 
     def latents(self, wav):
         """Posterior means of one waveform: (N, P, D), normalised."""
@@ -175,9 +182,8 @@ class ToyWorld:
         return prompt
 
     def streams(self):
-        c = self.run.config.rewards
-        return weighted_streams(c, rewards.load_asr(c, self.run.device, self.judges["asr"]),
-                                rewards.load_speaker(c, self.run.device, self.judges["speaker"]))
+        return weighted_streams(self.run.config.rewards, self.judges["asr"],
+                                self.judges["speaker"])
 
     def held_out(self, n, split="eval"):
         """Prompt i of a held-out split is to say the text of utterance i^1 (the same voice), whose

@@ -1,5 +1,6 @@
 """What evaluate.py promises: honest intervals, a table from the files, failures that count."""
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import soundfile
 import torch
 
 import evaluate
+from config import Config
 from conftest import set_stop, tiny_ditar
 from evaluate import EvalConfig, bootstrap, compare, score, table
 from sample import SampleConfig
@@ -226,10 +228,11 @@ def test_what_is_spoken_depends_neither_on_the_batch_nor_on_the_prompts_behind()
 
 # ---- files and command line --------------------------------------------------------------------
 
-def folder_of(path, before, after, real):
+def folder_of(path, before, after, real, **sections):
     path.mkdir()
     for name, rows in (("before", before), ("after", after), ("real", real)):
         evaluate.write_records(path / f"eval_{name}.jsonl", rows)
+    (path / "config.json").write_text(json.dumps(asdict(Config(**sections))))
     return str(path)
 
 
@@ -262,6 +265,14 @@ def test_the_command_line_refuses_missing_files_and_unequal_numbers_of_runs(tmp_
         evaluate.main(["--ckpt", str(tmp_path)])
     with pytest.raises(ValueError, match="2 runs in --ckpt, 1 in --baseline"):
         evaluate.main(["--ckpt", a, a, "--baseline", a])
+    b = folder_of(tmp_path / "b", rows, rows, rows, evaluate=evaluate.EvalConfig(nfe=8))
+    for pair in ([a, b], [a, "--baseline", b]):         # not the same noise to the same end
+        with pytest.raises(ValueError, match=r"different ways \(evaluate.nfe 8 there, 32 now\)"):
+            evaluate.main(["--ckpt", *pair])
+    for words, message in ((["--baseline", a, "--whisper", "x"], "without --baseline"),
+                           (["--limit", "9"], "--limit goes with --whisper or --lists")):
+        with pytest.raises(ValueError, match=message):
+            evaluate.main(["--ckpt", a, *words])
     (tmp_path / "a" / "eval_before.jsonl").unlink()
     with pytest.raises(ValueError, match="no .*eval_before.jsonl"):
         evaluate.main(["--ckpt", a])

@@ -12,7 +12,7 @@ import grow
 from conftest import assert_close, count_velocity_calls, gradients, randn, tiny_ditar
 from grow import (Batch, GrowConfig, Prompt, assemble, draw_noise, grow_loss, grow_step,
                   standardize, usable, weights)
-from sample import SampleConfig, Utterance
+from sample import SampleConfig, Utterance, decode_wavs
 
 P, D, HOP = 2, 4, 400
 
@@ -365,10 +365,10 @@ def test_the_gradient_reaches_lm_and_encoder_but_neither_stop_head_nor_reference
 def test_one_conditional_call_each_and_no_dropped_condition(monkeypatch):
     policy, reference = tiny_ditar(), moved(tiny_ditar())
     calls = [count_velocity_calls(m, monkeypatch) for m in (policy, reference)]
+    monkeypatch.setattr(grow, "pad_rows", lambda rows: (rows, torch.ones(len(rows))))
     grow_loss(policy, reference, rollouts(), W, *loss_inputs(), 0.1)
     for seen in calls:
-        # draws x generated patches; the 8 are padded to the next size
-        assert [len(call["x_t"]) for call in seen] == [2 * 128]
+        assert [len(call["x_t"]) for call in seen] == [2 * 8]       # draws x generated patches
         assert (seen[0]["h"].abs().amax(dim=1) > 0).all()
     for name in ("x_t", "t", "history"):                            # at the same points
         assert torch.equal(calls[0][0][name], calls[1][0][name])
@@ -700,6 +700,22 @@ def test_groups_without_reward_spread_are_redrawn_and_counted():
     assert asked == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
     assert log["groups"] == 3 and log["discarded"] == pytest.approx(3 / 6)
     assert grads["locdit_out.weight"].abs().max() > 0
+
+
+def test_a_group_with_a_wav_that_is_not_finite_is_counted_and_redrawn(monkeypatch):
+    texts = []
+
+    def decode(vae, prompts, utterances):
+        wavs = decode_wavs(vae, prompts, utterances)
+        if not texts:                                   # the first time, a rollout of slot 0
+            wavs[1][0] = math.nan
+        texts.append(len(wavs))
+        return wavs
+    monkeypatch.setattr(grow, "decode_wavs", decode)
+    log, grads = step(tiny_ditar())
+    assert texts == [8, 4] and log["bad"] == pytest.approx(1 / 12)
+    assert log["groups"] == 2 and log["discarded"] == pytest.approx(1 / 3)
+    assert all(torch.isfinite(g).all() for g in grads.values() if g is not None)
 
 
 def test_redraws_are_bounded_and_a_step_without_groups_has_no_gradient():

@@ -252,8 +252,8 @@ def test_before_the_first_update_the_ratio_is_one_and_the_loss_zero(kind, start,
     spoken, window = record(policy, c)
     recorded = torch.cat([u.log_prob.flatten() for u in spoken])
     out = loss_of(policy, spoken, window, c, log_prob_old=recorded)     # the actor's own, float32
-    assert_close(out["log_prob"], recorded, 1e-5)
-    assert out["deviation"] < 1e-5 and out["clip_share"] == 0
+    assert_close(out["log_prob"], recorded, 1e-6)
+    assert out["deviation"] < 2e-6 and out["clip_share"] == 0
     # rollouts differ in length and advantages sum to 0, so a mean per rollout cancels
     assert out["loss"].item() == pytest.approx(0, abs=1e-5)
     out["loss"].backward()

@@ -4,7 +4,7 @@ import torch
 
 from conftest import count_velocity_calls, set_stop, tiny_ditar
 from sample import (SampleConfig, Utterance, decode_wavs, generate, guided, next_patch, solve,
-                    times, utterance_noise)
+                    stream, times, utterance_noise)
 
 P, D = 2, 4
 
@@ -155,7 +155,7 @@ def test_a_batch_with_rows_that_finish_early_equals_its_singles(rate):
 
 
 def test_rows_that_wait_in_a_large_batch_change_nothing(rate):
-    # 1 of 20 rows finishing is less than an eighth: it stays a while, past its own cap
+    # 1 of 20 rows finished leaves 19, more than 16: it stays a while, past its own cap
     model = tiny_ditar(chars_per_patch=rate)
     texts, prompts = TEXTS * 5, prompts_of() * 5
     caps, seeds = [2] + [6] * 18 + [4], list(range(20))
@@ -197,6 +197,23 @@ def test_a_group_equals_its_prompt_repeated(rate):
     assert_same(grouped, generate(model, *repeated, seeds, nfe=4))
     first = [u.latents[0] for u in grouped[:3]]
     assert (first[0] - first[1]).abs().max() > 1e-2                 # rollouts differ by their seed
+
+
+def test_a_stream_put_together_is_what_generate_returns(rate):
+    model, prompts, seeds = model_that_stops(rate), prompts_of(), list(range(100, 120))
+    spoken = generate(model, TEXTS, prompts, CAPS, seeds, group=5, nfe=4, trace=True)
+    patches, states, ends = ([[] for _ in seeds] for _ in range(3))
+    with torch.enable_grad():                                       # as a caller would have it
+        for row, *values in stream(model, TEXTS, prompts, CAPS, seeds, group=5, nfe=4):
+            for r, patch, h, stop in zip(row.tolist(), *values):
+                assert not (patch.requires_grad or h.requires_grad)
+                patches[r].append(patch)
+                states[r].append(h)
+                ends[r].append(bool(stop))
+    assert {u.stopped for u in spoken} == {True, False}
+    for u, p, h, end in zip(spoken, patches, states, ends):
+        assert torch.equal(u.latents, torch.stack(p)) and torch.equal(u.h, torch.stack(h))
+        assert end == [False] * (len(p) - 1) + [u.stopped]          # nothing comes after the stop
 
 
 def test_seeds_decide_and_the_global_generator_does_not():

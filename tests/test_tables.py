@@ -41,7 +41,7 @@ def test_the_papers_gains_are_those_of_its_own_columns(name):
 
 
 def test_the_papers_speed_ups_stand_in_table_1_alone():
-    assert {c.name: c.speed_up for c in tables.TABLES["1"][1]} == {
+    assert {c.name: c.speed_up for c in tables.TABLES["1"][1] if c.speed_up} == {
         "grpo-nfe32": 1.0, "grpo-nfe10": 2.6, "grpo-nfe5": 4.0,
         "grow-nfe32": 1.1, "grow-nfe10": 2.9, "grow-nfe5": 4.3}
 
@@ -354,7 +354,7 @@ def test_speed_times_every_method_and_nfe_in_turn(micro, capsys):
     out = capsys.readouterr().out
     order = [line.split(": ")[1].split(" ")[0] for line in out.splitlines()
              if line.startswith("round ")]
-    assert order == 2 * [cell.name for cell in tables.TABLES["1"][1]]
+    assert order == 2 * [cell.name for cell in tables.TABLES["1"][1] if cell.speed_up]
     speed = json.loads((micro.out / "speed.json").read_text())
     assert list(speed) == order[:6] and all(value > 0 for value in speed.values())
     ours = speed["grpo-nfe32"] / speed["grow-nfe5"]

@@ -170,7 +170,7 @@ def test_without_espeak_the_error_says_what_to_install(broken, monkeypatch, tmp_
         monkeypatch.setitem(sys.modules, "espeakng_loader", None)
     else:
         monkeypatch.setattr(espeakng_loader, "get_library_path", lambda: str(tmp_path / "no.so"))
-    with pytest.raises(RuntimeError, match="eSpeak NG.*install espeakng-loader"):
+    with pytest.raises(ImportError, match="eSpeak NG.*install espeakng-loader"):
         toy.ESpeak()
 
 
