@@ -26,7 +26,6 @@ import rewards as reward_module
 from audio import SAMPLE_RATE
 from checks import at_least, run_main
 from rewards import is_bad, wer
-from run import differences
 from sample import decode_wavs, generate
 
 METRICS = {                     # name -> heading, factor, better
@@ -290,7 +289,8 @@ def evaluate_lists(args):
 
 
 def require_one_evaluation(folders):
-    """Raises ValueError for runs whose utterances are no pairs: other steps, noise or guidance."""
+    """Raises ValueError for runs whose utterances are no pairs: other prompts, noise, steps,
+    guidance or judges, by their last command's config."""
     first = None
     for folder in folders:
         path = Path(folder) / "config.json"
@@ -298,12 +298,13 @@ def require_one_evaluation(folders):
             raise ValueError(f"no {path}; {folder} is no output folder of train.py")
         config = json.loads(path.read_text())
         ours = {f"{section}.{name}": config[section][name] for section, names in (
-            ("evaluate", ("split", "nfe", "seed")), ("sample", ("cfg_scale", "sway")))
-            for name in names}
+            ("evaluate", ("split", "nfe", "seed")), ("sample", ("cfg_scale", "sway")),
+            ("rewards", ("asr", "speaker"))) for name in names}
         first = first or ours
-        if ours != first:
-            raise ValueError(f"{folder} and {folders[0]} were evaluated in different ways "
-                             f"({differences(ours, first)}); evaluate both alike: train.py "
+        if wrong := [f"{name} {value!r}, not {first[name]!r}" for name, value in ours.items()
+                     if value != first[name]]:
+            raise ValueError(f"{folder} was evaluated in another way than {folders[0]} "
+                             f"({', '.join(wrong)}); evaluate both alike: train.py "
                              "stages=evaluate, with the fields of one")
 
 
@@ -336,6 +337,7 @@ def main(words=None):
         raise ValueError("--limit goes with --whisper or --lists; the records of a run are whole")
     if args.whisper:
         from train import evaluate_anew
+        require_one_evaluation(args.ckpt)
         before, after, real = evaluate_anew(args.ckpt, args.whisper, args.limit or 200)
         print(table(before, after, real[0]))
         return

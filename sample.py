@@ -113,8 +113,8 @@ def stream(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1.5
     texts: B lists of token ids, prompt text and target text together; prompts: B tensors
     (N0, P, D) of normalised latents, N0 may differ; caps: B ints, most patches to generate;
     seeds: B*G ints, a prompt's rollouts adjacent.
-    Yields, once per patch, of the R rollouts that still speak: their numbers (R,), the patch
-    (R, P, D), the LM's state that made it (R, C), and (R,) True where the stop head ends it there.
+    Yields, once per patch, of the S rollouts that still speak: their numbers (S,), the patch
+    (S, P, D), the LM's state that made it (S, C), and (S,) True where the stop head ends it there.
     solver: takes next_patch's place (grpo.py) and is told each row's rollout and the patch's index.
     The prefix is prefilled once per prompt and its cache repeated. Finished rows leave the batch
     by sixteens, so that the cache is not copied at every patch and few shapes occur.

@@ -125,8 +125,9 @@ TABLES = {
             ("lr1e-4", "grpo.lr=1e-4 grpo.same_noise=false"),
             ("lr3e-4", "grpo.lr=3e-4 grpo.same_noise=false"),
             ("same", "grpo.lr=3e-5"), ("start3", "grpo.lr=3e-5 grpo.window_start=3"),
-            ("shift2", "grpo.lr=3e-5 grpo.shift_every=2"), ("eta.4", "grpo.lr=3e-5 grpo.eta=0.4"),
-            ("kl.1", "grpo.lr=3e-5 grpo.kl=0.1"))]),
+            ("shift2", "grpo.lr=3e-5 grpo.shift_every=2"),
+            ("shift2-lr1e-4", "grpo.lr=1e-4 grpo.shift_every=2"),
+            ("eta.4", "grpo.lr=3e-5 grpo.eta=0.4"), ("kl.1", "grpo.lr=3e-5 grpo.kl=0.1"))]),
 }
 EXPS = [cell.name for cell in TABLES["2"][1] if cell.name.startswith("exp-")]
 CLAIMS = {          # table -> what the paper says, metrics, A, relation, B
@@ -497,7 +498,7 @@ def check(config, overrides, args):
         if key in ("method", "seed", "stages", "out_dir"):
             raise ValueError(f"{word}: each cell has its own {key}; use --seeds, --only or --out")
     if args.plan and args.table == "speed":
-        raise ValueError("speed has no cells to plan; it takes one step of each of Table 1's cells "
+        raise ValueError("speed has no cells to plan; it takes a step of Table 1's cells "
                          "per round, --rounds of them")
     if config.evaluate.lists:
         raise ValueError("evaluate.lists: tables compare on the held-out split; leave it empty")

@@ -219,6 +219,7 @@ def corpus(split, config, processes=None):
     key = json.dumps([rows, config.rate_wpm, config.word_gap, version]).encode()
     path = Path(config.cache_dir) / f"{split}-{hashlib.sha256(key).hexdigest()[:12]}.npz"
     if not path.exists():
+        load_espeak()                   # refuses here, not in a process of its own
         jobs = [([(t, v) for t, _, v in rows[i:i + 500]], config.rate_wpm, config.word_gap)
                 for i in range(0, size, 500)]
         with ThreadPoolExecutor(processes or os.cpu_count()) as pool:

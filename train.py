@@ -319,12 +319,11 @@ def main(words=None):
         return profile(run, world)
     work = {"vae": world.make_vae, "judges": world.make_judges,
             "pretrain": lambda: train_ditar(run, world), "grow": lambda: train_grow(run, world)}
-    todo = []
-    for stage in stages:
-        if stage not in work or not run.done(stage):
-            todo.append(stage)
-        elif changed := [name for name in run.fingerprint(stage)["from"] if name in todo]:
-            raise ValueError(f"{run.dir / stage}.safetensors was made from another "
+    todo = [stage for stage in stages if stage not in work or not run.done(stage)]
+    for stage in [s for s in stages if s in work]:
+        changed = [name for name in run.fingerprint(stage)["from"] if name in todo]
+        if changed and (stage not in todo or run.checkpoints(stage)):
+            raise ValueError(f"{run.dir / stage}*.safetensors was made from another "
                              f"{', '.join(changed)} than this run is to make; use another out_dir, "
                              "or remove the file to train it again")
     if run.main:

@@ -53,10 +53,11 @@ def check_weights(config):
         raise ValueError(f"rewards.weights names {unknown}; the streams are {sorted(STREAMS)}")
 
 
-def weighted_streams(config, asr, speaker):
+def weighted_streams(config, judges):
     """name -> reward of the streams with a weight."""
     check_weights(config)
-    streams = {"wer": rewards.WERReward(asr, config), "sim": rewards.SIMReward(speaker)}
+    streams = {"wer": rewards.WERReward(judges["asr"], config),
+               "sim": rewards.SIMReward(judges["speaker"])}
     return {name: streams[name] for name, weight in config.weights.items() if weight != 0}
 
 
@@ -91,7 +92,6 @@ class ToyWorld:
         if c.rewards.lang != "en":
             raise ValueError(f"rewards.lang={c.rewards.lang!r}, but the toy world speaks English: "
                              "use en")
-        toy.load_espeak()
         check_start(self.run, stages, {
             "judges": ("vae",), "pretrain": ("vae", "judges"), "grow": ("vae", "judges", "pretrain"),
             "evaluate": ("vae", "judges", "pretrain") + ("grow",) * (not c.evaluate.lists)})
@@ -182,8 +182,7 @@ class ToyWorld:
         return prompt
 
     def streams(self):
-        return weighted_streams(self.run.config.rewards, self.judges["asr"],
-                                self.judges["speaker"])
+        return weighted_streams(self.run.config.rewards, self.judges)
 
     def held_out(self, n, split="eval"):
         """Prompt i of a held-out split is to say the text of utterance i^1 (the same voice), whose
@@ -349,8 +348,7 @@ class RealWorld:
                            f"{self.run.config.data.prompts}")
 
     def streams(self):
-        return weighted_streams(self.run.config.rewards, self.judges["asr"],
-                                self.judges["speaker"])
+        return weighted_streams(self.run.config.rewards, self.judges)
 
     def held_out(self, n, split="eval"):
         """The real world is evaluated on test lists (evaluate.py), not on a split of its own."""

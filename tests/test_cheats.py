@@ -103,7 +103,7 @@ def score(spoken, judges):
         if (config, name) not in kept:
             make = CHEATS.get(name, lambda wav, row, k: wav)
             wavs = [make(wav, row, k) for row in spoken for k, wav in enumerate(row["honest"])]
-            streams = weighted_streams(CONFIGS[config], judges["asr"], judges["speaker"])
+            streams = weighted_streams(CONFIGS[config], judges)
             texts, prompts = ([row[key] for row in spoken for _ in RATES]
                               for key in ("text", "prompt"))
             given, bad = rewards.score(streams, wavs, texts, prompts)
@@ -161,7 +161,7 @@ def test_rollouts_with_nothing_to_judge_score_0_on_every_stream_and_are_flagged(
     broken[99] = float("nan")
     wavs = [row["honest"][0], torch.zeros(0), torch.zeros(16_000), row["honest"][0][:700], broken,
             broken.nan_to_num(nan=float("inf")), 1e-5 * torch.randn(16_000, generator=g)]
-    streams = weighted_streams(RewardConfig(), judges["asr"], judges["speaker"])
+    streams = weighted_streams(RewardConfig(), judges)
     given, bad = rewards.score(streams, wavs, [row["text"]] * 7, [row["prompt"]] * 7)
     assert bad.tolist() == [False] + [True] * 6
     for stream in given.values():

@@ -703,17 +703,17 @@ def test_groups_without_reward_spread_are_redrawn_and_counted():
 
 
 def test_a_group_with_a_wav_that_is_not_finite_is_counted_and_redrawn(monkeypatch):
-    texts = []
+    sizes = []
 
     def decode(vae, prompts, utterances):
         wavs = decode_wavs(vae, prompts, utterances)
-        if not texts:                                   # the first time, a rollout of slot 0
+        if not sizes:                                   # the first time, a rollout of slot 0
             wavs[1][0] = math.nan
-        texts.append(len(wavs))
+        sizes.append(len(wavs))
         return wavs
     monkeypatch.setattr(grow, "decode_wavs", decode)
     log, grads = step(tiny_ditar())
-    assert texts == [8, 4] and log["bad"] == pytest.approx(1 / 12)
+    assert sizes == [8, 4] and log["bad"] == pytest.approx(1 / 12)
     assert log["groups"] == 2 and log["discarded"] == pytest.approx(1 / 3)
     assert all(torch.isfinite(g).all() for g in grads.values() if g is not None)
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def commands():
-    """The text of each command, without what stands before `python` and without its comment."""
+    """The text of each command, without what stands before its program; with its comment."""
     found = []
     for name in ("README.md", "RESULTS.md"):
         text = (ROOT / name).read_text()

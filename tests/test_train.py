@@ -524,9 +524,12 @@ def test_grpo_is_another_method_of_the_same_stage(micro, tmp_path):
 def test_what_was_made_from_stages_that_are_to_be_made_anew_is_refused(micro, tmp_path):
     shutil.copy(micro.dir / "grow.safetensors", tmp_path)
     words = [*micro.words, f"out_dir={tmp_path}", f"weights_dir={micro.dir}"]
-    with pytest.raises(ValueError, match=r"grow.safetensors was made from another vae, judges, "
+    with pytest.raises(ValueError, match=r"grow\*.safetensors was made from another vae, judges, "
                                          "pretrain than this run is to make"):
         train.main([*words, "stages=all"])
+    (tmp_path / "grow.safetensors").rename(tmp_path / "grow.0000001.resume.safetensors")
+    with pytest.raises(ValueError, match="grow.* was made from another vae"):
+        train.main([*words, "stages=all"])              # nor is a half of it continued
     assert not (tmp_path / "vae.safetensors").exists()              # before any slow step
 
 
@@ -634,13 +637,16 @@ def test_pretraining_without_the_judges_that_score_it_is_refused_at_once(micro, 
     shutil.copy(micro.dir / "vae.safetensors", tmp_path)
     with pytest.raises(ValueError, match="no judges.safetensors in .*run stages=judges first"):
         train.main([*micro.words, f"out_dir={tmp_path}", "stages=pretrain"])
+    assert not (tmp_path / "log.jsonl").exists()
 
 
 def test_without_espeak_a_run_is_refused_before_any_slow_step(micro, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "espeakng_loader", None)
     with pytest.raises(ImportError, match="eSpeak NG.*pip install espeakng-loader"):
-        train.main([*micro.words, f"out_dir={tmp_path}", "stages=all"])
+        train.main([*micro.words, f"out_dir={tmp_path}", f"corpus.cache_dir={tmp_path / 'new'}",
+                    "stages=all"])
     assert not list(tmp_path.glob("*.safetensors"))
+    train.main([*micro.words, f"out_dir={tmp_path}", "stages=corpus"])      # cached: no need of it
 
 
 def test_whisper_judges_several_runs_and_what_they_share_once(micro, tmp_path, monkeypatch, capsys):
