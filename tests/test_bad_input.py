@@ -238,7 +238,7 @@ ROWS = [row for table in (
         ("nothing to reward", TRAIN + "'rewards.weights={wer: 0, sim: 0}'",
          "leave nothing to reward"),
         ("a toy judge of Chinese", TRAIN + "rewards.lang=zh rewards.zh_asr=whisper",
-         "asr='toy' with lang='zh': the toy recogniser serves the toy world's English only; name"),
+         "rewards.lang='zh', but the toy world speaks English: use en"),
         ("an unknown language", TRAIN + "rewards.lang=de",
          "lang='de' is unknown; use one of en, zh"),
         ("a judge that is missing", TRAIN + "rewards.asr=nowhere",
