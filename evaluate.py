@@ -16,7 +16,7 @@ The summary is always recomputed from the per-utterance files.
 
 import argparse
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ import soundfile
 import rewards as reward_module
 from audio import SAMPLE_RATE
 from checks import at_least, run_main
+from judges import Whisper
 from rewards import is_bad, wer
 from sample import decode_wavs, generate
 
@@ -288,6 +289,35 @@ def evaluate_lists(args):
         testsets.run_lists(run, make_world(run), args.limit)
 
 
+def evaluate_anew(folders, whisper, limit):
+    """Speak and score the first `limit` held-out prompts again, with Whisper as a further judge.
+    Returns three lists over the runs: records before RL, after it, and of real speech. They are
+    written to each folder; what several runs share, their start and real speech, is done once."""
+    from train import load_ditar, open_run
+    from worlds import make_world
+    runs, done, rows = [open_run(folder) for folder in folders], {}, []
+    for run in runs:
+        run.find("grow")                        # an unfinished run is refused before any slow step
+    for run in runs:
+        c, row = run.config, []
+        world, judge = make_world(run), Whisper(whisper, run.device, c.rewards.lang)
+        prompts, real = world.held_out(limit, c.evaluate.split)
+        for stage, name in (("pretrain", "before"), ("grow", "after"), ("", "real")):
+            key = json.dumps([stage and run.digest(stage), run.digest("vae"), run.digest("judges"),
+                              asdict(c.evaluate), asdict(c.sample), asdict(c.rewards)])
+            if key not in done:
+                wavs, stopped = real, [True] * len(real)
+                if stage:
+                    wavs, spoken = speak(run.fast(load_ditar(run, stage)), world.vae, prompts,
+                                         c.evaluate, c.sample)
+                    stopped = [u.stopped for u in spoken]
+                done[key] = score(wavs, stopped, prompts, world.judges, judge)
+            row.append(done[key])
+            write_records(run.dir / f"whisper_{name}.jsonl", done[key])
+        rows.append(row)
+    return zip(*rows)
+
+
 def require_one_evaluation(folders):
     """Raises ValueError for runs whose utterances are no pairs: other prompts, noise, steps,
     guidance or judges, by their last command's config."""
@@ -336,7 +366,6 @@ def main(words=None):
     if args.limit is not None and not args.whisper:
         raise ValueError("--limit goes with --whisper or --lists; the records of a run are whole")
     if args.whisper:
-        from train import evaluate_anew
         require_one_evaluation(args.ckpt)
         before, after, real = evaluate_anew(args.ckpt, args.whisper, args.limit or 200)
         print(table(before, after, real[0]))

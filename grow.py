@@ -269,7 +269,7 @@ def collect(roll_out, vae, streams, draw_prompt, slots, generator, c):
         utterance_count += len(utterances)
         caps_hit += sum(not u.stopped for u in utterances)
         n_bad += int(bad.sum())
-        # without reward variance there is no gradient, and non-finite latents would spoil the LM's
+        # no gradient without reward variance, and nan spoils the batch: discard and redraw
         ok = usable({name: r.view(-1, G) for name, r in rewards.items()}).tolist()
         for b, slot in enumerate(pending):
             rows = slice(b * G, (b + 1) * G)

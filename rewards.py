@@ -71,7 +71,7 @@ class RewardConfig:
     speaker: str = "toy"        # "toy", or the path of wavlm_large_finetune.pth
     utmos: str = ""             # path of utmos22_strong_step7459_v1.pt; evaluation only
     lang: str = "en"            # "en" counts words, "zh" characters; "auto": each text as it looks
-    max_new_tokens: int = 128   # cap of the reward's Whisper, for which a looping rollout stays cheap
+    max_new_tokens: int = 128   # cap of the reward's Whisper: a looping rollout stays cheap
     clip_wer: bool = False      # True: R_wer = max(0, 1 - WER); the paper does not clip
     error_unit: str = "word"    # "word" is the paper's WER; "char" a finer reward, never a result
 

@@ -279,9 +279,8 @@ class Run:
         for place in places:
             if (place / f"{stage}.safetensors").exists():
                 return place / f"{stage}.safetensors"
-        how = "" if stage != "grow.best" else " with guards.probe_every"
-        raise ValueError(f"no {stage}.safetensors in {' or '.join(map(str, places))}; run stages="
-                         f"{stage.removesuffix('.best')} first{how}, or stages=all")
+        raise ValueError(f"no {stage}.safetensors in {' or '.join(map(str, places))}; "
+                         f"run stages={stage.split('.')[0]} first, or stages=all")
 
     def load(self, stage):
         """Tensors and metadata of a stage's finished result."""

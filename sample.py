@@ -155,7 +155,7 @@ def stream(model, texts, prompts, caps, seeds, *, group=1, nfe=10, cfg_scale=1.5
         given = model, h, history, noise[row, i], grid, cfg_scale
         patch = solver(*given, row, i) if solver else next_patch(*given)
         stop = model.stop_head(h).argmax(-1) == 1
-        speaks = ~done
+        speaks = (~done).nonzero()[:, 0]
         yield row[speaks], patch[speaks], h[speaks], stop[speaks]
         done = done | stop | (i + 1 >= caps[row])
         if done.all():
@@ -235,7 +235,8 @@ def main(words=None):
     parser.add_argument("--prompt", required=True, help="wav of the voice to speak in")
     parser.add_argument("--prompt-text", help="what it says; default: the recogniser's reading")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--stage", choices=("grow", "grow.best", "pretrain"), default="grow")
+    parser.add_argument("--stage", choices=("grow", "grow.best", "pretrain"), default="grow",
+                        help="grow.best: at the best probe (guards.probe_every)")
     parser.add_argument("--nfe", type=int, default=32)
     parser.add_argument("--cfg-scale", type=float, help="gamma; 0 is off; default: the run's")
     parser.add_argument("--seed", type=int, default=0)

@@ -34,7 +34,7 @@ from config import STAGES, Config, build, check_device, load_config
 from grow import collect, grow_step, speak
 from grpo import grpo_step
 from model import DiTAR, ModelConfig, pretrain_loss, round_up, valid_patches
-from judges import Whisper, load_strict
+from judges import load_strict
 from rewards import score
 from run import Run, differences, load_meta, save_tensors, write_text
 from worlds import DryWorld, dry_config, make_world
@@ -242,33 +242,6 @@ def open_run(folder):
                          "its start: give that run's command again") from error
     check_device(config.device)
     return Run(config, "")
-
-
-def evaluate_anew(folders, whisper, limit):
-    """Speak and score the first `limit` held-out prompts again, with Whisper as a further judge.
-    Returns three lists over the runs: records before RL, after it, and of real speech. They are
-    written to each folder; what several runs share, their start and real speech, is done once."""
-    runs, done, rows = [open_run(folder) for folder in folders], {}, []
-    for run in runs:
-        run.find("grow")                        # an unfinished run is refused before any slow step
-    for run in runs:
-        c, row = run.config, []
-        world, judge = make_world(run), Whisper(whisper, run.device, c.rewards.lang)
-        prompts, real = world.held_out(limit, c.evaluate.split)
-        for stage, name in (("pretrain", "before"), ("grow", "after"), ("", "real")):
-            key = json.dumps([stage and run.digest(stage), run.digest("vae"), run.digest("judges"),
-                              asdict(c.evaluate), asdict(c.sample), asdict(c.rewards)])
-            if key not in done:
-                wavs, stopped = real, [True] * len(real)
-                if stage:
-                    wavs, spoken = evaluate.speak(run.fast(load_ditar(run, stage)), world.vae,
-                                                  prompts, c.evaluate, c.sample)
-                    stopped = [u.stopped for u in spoken]
-                done[key] = evaluate.score(wavs, stopped, prompts, world.judges, judge)
-            row.append(done[key])
-            evaluate.write_records(run.dir / f"whisper_{name}.jsonl", done[key])
-        rows.append(row)
-    return zip(*rows)
 
 
 # ---------------------------------------------------------------- entry point

@@ -93,7 +93,8 @@ class ToyWorld:
             raise ValueError(f"rewards.lang={c.rewards.lang!r}, but the toy world speaks English: "
                              "use en")
         check_start(self.run, stages, {
-            "judges": ("vae",), "pretrain": ("vae", "judges"), "grow": ("vae", "judges", "pretrain"),
+            "judges": ("vae",), "pretrain": ("vae", "judges"),
+            "grow": ("vae", "judges", "pretrain"),
             "evaluate": ("vae", "judges", "pretrain") + ("grow",) * (not c.evaluate.lists)})
         if {"pretrain", "grow", "evaluate"} & set(stages):
             check_weights(c.rewards)

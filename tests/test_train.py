@@ -664,7 +664,7 @@ def test_whisper_judges_several_runs_and_what_they_share_once(micro, tmp_path, m
         spoken.append(model)
         return real_speak(model, *rest)
     real_speak = evaluate.speak
-    monkeypatch.setattr(train, "Whisper", Loops)
+    monkeypatch.setattr(evaluate, "Whisper", Loops)
     monkeypatch.setattr(evaluate, "speak", speak)
     other = tmp_path / "other"
     shutil.copytree(micro.dir, other)
