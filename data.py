@@ -1,4 +1,4 @@
-"""Data: manifests, the layouts of public corpora, the paper's filters, RL prompts, batches, lists.
+"""Data: manifests, the layouts of public corpora, the paper's filters, RL prompts, batches.
 
 Paper: GROW, "Datasets". Pre-training reads Emilia's English and Chinese parts, about 95K hours. RL
 draws 30K prompts in equal parts from three sources: 10K English and 10K Chinese utterances of
@@ -49,7 +49,6 @@ LANGS = ("en", "zh")
 FORMATS = ("auto", "manifest", "libritts", "librispeech", "emilia")
 WINDOW = 8_192              # items that are sorted by length together; the rest stays shuffled
 MIN_TRIED = 100             # files before the share of broken ones is judged
-SET_SIZES = {"seedtts-en": 1_088, "seedtts-zh": 2_020, "librispeech-pc": 1_127}
 
 
 class BrokenAudio(ValueError):
@@ -568,84 +567,6 @@ class Loader:
 
     def close(self):
         self.pool.shutdown(cancel_futures=True)
-
-
-# ---------------------------------------------------------------- test lists
-
-@dataclass(frozen=True)
-class TestItem:
-    """One utterance of a test set: speak `text` in the voice of prompt_wav."""
-    utt: str
-    prompt_text: str                # "" where the list has none
-    prompt_wav: str                 # "" where the list has none
-    text: str
-    gt_wav: str                     # a real recording of `text`, or None
-    lang: str
-    keep_apostrophe: bool           # of WER's text normalisation: a property of the test set
-
-
-def finish_list(path, items, name):
-    """Refuses duplicates and empty lists; notes an unusual number of lines."""
-    twice = [utt for utt, n in Counter(item.utt for item in items).items() if n > 1]
-    if twice or not items:
-        raise ValueError(f"{path}: duplicate utterances {twice[:5]}; each may stand there once"
-                         if twice else f"{path} has no lines")
-    if len(items) != SET_SIZES[name]:
-        print(f"note: {path} has {len(items)} utterances, the published {name} {SET_SIZES[name]}; "
-              "its score is not comparable")
-    return items
-
-
-def read_seedtts(path, lang=None):
-    """Seed-TTS's meta.lst, "|" between fields: utt|prompt_text|prompt_wav|text[|gt_wav], or
-    utt|text|prompt_wav, or utt|text. Paths are relative to the list's folder; without a gt_wav it
-    is wavs/UTT.wav where that exists. lang: "en" or "zh"; None takes it from the folder's name.
-    Returns a list of TestItem. Raises ValueError with the number of a bad line."""
-    folder = Path(path).absolute().parent
-    lang = lang or folder.name
-    if lang not in LANGS:
-        raise ValueError(f"{path}: language {lang!r} (of the folder's name) is unknown; keep the "
-                         "list in a folder en or zh, or name the language")
-    items = []
-    for number, line in text_lines(path):
-        fields = [field.strip() for field in line.split("|")]
-        if not 2 <= len(fields) <= 5 or not all(fields):
-            raise ValueError(f"{path} line {number}: wanted 2 to 5 fields, '|' between them, none "
-                             f"empty (utt|prompt_text|prompt_wav|text|gt_wav), came {line!r}")
-        utt = fields[0].removesuffix(".wav")
-        prompt_text = fields[1] if len(fields) > 3 else ""
-        prompt_wav = str(folder / fields[2]) if len(fields) > 2 else ""
-        gt_wav = folder / (fields[4] if len(fields) == 5 else f"wavs/{utt}.wav")
-        items.append(TestItem(utt, prompt_text, prompt_wav, fields[3 if len(fields) > 3 else 1],
-                              str(gt_wav) if len(fields) == 5 or gt_wav.is_file() else None,
-                              lang, True))
-    return finish_list(path, items, f"seedtts-{lang}")
-
-
-def read_librispeech_pc(path, root):
-    """F5-TTS's LibriSpeech-PC test-clean list: TAB between ref_utt, ref_sec, ref_text, gen_utt,
-    gen_sec, gen_text. root: LibriSpeech's test-clean folder. Returns and raises as
-    read_seedtts."""
-    if not os.path.isdir(root):
-        raise ValueError(f"{root} is no folder; give LibriSpeech's test-clean")
-
-    def flac(utt):
-        speaker, chapter, _ = utt.split("-")
-        return os.path.join(root, speaker, chapter, f"{utt}.flac")
-
-    items = []
-    for number, line in text_lines(path):
-        fields = [field.strip() for field in line.split("\t")]
-        try:
-            prompt, prompt_sec, prompt_text, utt, gen_sec, text = fields
-            if min(float(prompt_sec), float(gen_sec)) <= 0 or not (prompt_text and text):
-                raise ValueError
-            items.append(TestItem(utt, prompt_text, flac(prompt), text, flac(utt), "en", False))
-        except ValueError as error:
-            raise ValueError(f"{path} line {number}: wanted 6 fields, TAB between them (prompt's "
-                             "SPEAKER-CHAPTER-N, seconds, text, then the target's), came "
-                             f"{line!r}") from error
-    return finish_list(path, items, "librispeech-pc")
 
 
 # ---------------------------------------------------------------- check and the command line

@@ -22,7 +22,8 @@ Choices where the paper is silent:
 import hashlib
 import json
 import os
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,33 +34,105 @@ import soxr
 import torch
 from tqdm import tqdm
 
-import data
 import rewards
 import run as runs
 from audio import SAMPLE_RATE
+from data import LANGS, Item, read_audio, text_lines
 from evaluate import bootstrap_means, interval, read_records, speak, write_records
 from judges import UTMOS, WHISPER_BATCH
 from rewards import RewardConfig, is_bad
 
 SYSTEMS = {"real": "Real", "pretrain": "Pretrain", "grow": "GROW"}
+SET_SIZES = {"seedtts-en": 1_088, "seedtts-zh": 2_020, "librispeech-pc": 1_127}
 METRICS = {"wer": ("WER %", 3, "down"), "sim": ("SIM", 3, "up"), "utmos": ("UTMOS", 2, "up")}
 
 
 # ---------------------------------------------------------------- lists and what they need
 
+@dataclass(frozen=True)
+class ListItem:
+    """One utterance of a test set: speak `text` in the voice of prompt_wav."""
+    utt: str
+    prompt_text: str                # "" where the list has none
+    prompt_wav: str                 # "" where the list has none
+    text: str
+    gt_wav: str                     # a real recording of `text`, or None
+    lang: str
+    keep_apostrophe: bool           # of WER's text normalisation: a property of the test set
+
+
+def finish_list(path, items, name):
+    """Refuses duplicates and empty lists; notes an unusual number of lines."""
+    twice = [utt for utt, n in Counter(item.utt for item in items).items() if n > 1]
+    if twice or not items:
+        raise ValueError(f"{path}: duplicate utterances {twice[:5]}; each may stand there once"
+                         if twice else f"{path} has no lines")
+    if len(items) != SET_SIZES[name]:
+        print(f"note: {path} has {len(items)} utterances, the published {name} {SET_SIZES[name]}; "
+              "its score is not comparable")
+    return items
+
+
+def read_seedtts(path, lang):
+    """Seed-TTS's meta.lst, "|" between fields: utt|prompt_text|prompt_wav|text[|gt_wav], or
+    utt|text|prompt_wav, or utt|text. Paths are relative to the list's folder; without a gt_wav it
+    is wavs/UTT.wav where that exists. lang: "en" or "zh". Returns a list of ListItem. Raises
+    ValueError with the number of a bad line."""
+    folder, items = Path(path).absolute().parent, []
+    for number, line in text_lines(path):
+        fields = [field.strip() for field in line.split("|")]
+        if not 2 <= len(fields) <= 5 or not all(fields):
+            raise ValueError(f"{path} line {number}: wanted 2 to 5 fields, '|' between them, none "
+                             f"empty (utt|prompt_text|prompt_wav|text|gt_wav), came {line!r}")
+        utt = fields[0].removesuffix(".wav")
+        prompt_text = fields[1] if len(fields) > 3 else ""
+        prompt_wav = str(folder / fields[2]) if len(fields) > 2 else ""
+        gt_wav = folder / (fields[4] if len(fields) == 5 else f"wavs/{utt}.wav")
+        items.append(ListItem(utt, prompt_text, prompt_wav, fields[3 if len(fields) > 3 else 1],
+                              str(gt_wav) if len(fields) == 5 or gt_wav.is_file() else None,
+                              lang, True))
+    return finish_list(path, items, f"seedtts-{lang}")
+
+
+def read_librispeech_pc(path, root):
+    """F5-TTS's LibriSpeech-PC test-clean list: TAB between ref_utt, ref_sec, ref_text, gen_utt,
+    gen_sec, gen_text. root: LibriSpeech's test-clean folder. Returns and raises as
+    read_seedtts."""
+    if not os.path.isdir(root):
+        raise ValueError(f"{root} is no folder; give LibriSpeech's test-clean")
+
+    def flac(utt):
+        speaker, chapter, _ = utt.split("-")
+        return os.path.join(root, speaker, chapter, f"{utt}.flac")
+
+    items = []
+    for number, line in text_lines(path):
+        fields = [field.strip() for field in line.split("\t")]
+        try:
+            prompt, prompt_sec, prompt_text, utt, gen_sec, text = fields
+            if min(float(prompt_sec), float(gen_sec)) <= 0 or not (prompt_text and text):
+                raise ValueError
+            items.append(ListItem(utt, prompt_text, flac(prompt), text, flac(utt), "en", False))
+        except ValueError as error:
+            raise ValueError(f"{path} line {number}: wanted 6 fields, TAB between them (prompt's "
+                             "SPEAKER-CHAPTER-N, seconds, text, then the target's), came "
+                             f"{line!r}") from error
+    return finish_list(path, items, "librispeech-pc")
+
+
 def read_list(name, path, librispeech_root=""):
-    """The TestItems of one test set. Raises ValueError for an unknown name or a bad line."""
+    """The ListItems of one test set. Raises ValueError for an unknown name or a bad line."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{name}: no list file {path}")
     if name == "librispeech-pc":
         if not librispeech_root:
             raise ValueError("librispeech-pc needs its audio: name LibriSpeech's test-clean by "
                              "--librispeech-root (evaluate.librispeech_root)")
-        return data.read_librispeech_pc(path, librispeech_root)
+        return read_librispeech_pc(path, librispeech_root)
     if not name.endswith(("-en", "-zh")):
         raise ValueError(f"unknown test set {name!r}; wanted seedtts-en, seedtts-zh, librispeech-pc"
                          ", or NAME-en or NAME-zh for another list in Seed-TTS's layout")
-    return data.read_seedtts(path, name[-2:])
+    return read_seedtts(path, name[-2:])
 
 
 def read_lists(lists, librispeech_root="", limit=None, clean=lambda text: text):
@@ -133,8 +206,8 @@ def speak_list(run, world, model, items, folder, title):
     c, items = run.config.evaluate, sorted(items, key=lambda item: len(item.text))
     for k in tqdm(range(0, len(items), c.batch), title, disable=None if run.main else True):
         part = items[k:k + c.batch]
-        voices = [data.Item(item.prompt_wav, item.prompt_text, item.lang) for item in part]
-        prompts = [world.make_prompt(data.read_audio(voice), world.clean(item.prompt_text),
+        voices = [Item(item.prompt_wav, item.prompt_text, item.lang) for item in part]
+        prompts = [world.make_prompt(read_audio(voice), world.clean(item.prompt_text),
                                      world.clean(item.text)) for voice, item in zip(voices, part)]
         seeds = [int.from_bytes(hashlib.sha256(repr((c.seed, item.utt)).encode()).digest()[:7],
                                 "little") for item in part]
@@ -179,7 +252,7 @@ def judge_names(config, sets):
 
 def check_judges(config, sets):
     """Before any slow step: is each judge that the sets need there?"""
-    langs = [lang for lang in judge_names(config, sets) if lang in data.LANGS]
+    langs = [lang for lang in judge_names(config, sets) if lang in LANGS]
     for lang in langs or ["en"]:
         rewards.check_judges(replace(config, lang=lang))
 
@@ -189,7 +262,7 @@ def load_judges(config, sets, device, toy):
     names = judge_names(config, sets)
     return SimpleNamespace(
         asr={lang: rewards.load_asr(replace(config, lang=lang), device, toy.get("asr"), cap=False)
-             for lang in names if lang in data.LANGS},
+             for lang in names if lang in LANGS},
         speaker=config.speaker and rewards.load_speaker(config, device, toy.get("speaker")),
         utmos=config.utmos and UTMOS.load(config.utmos, device))
 
@@ -346,7 +419,7 @@ def report(systems):
 def finish(systems, names, judges, path, how=()):
     """Prints the report with what judged, and writes it."""
     cut = sum(getattr(asr, "truncated", 0) for asr in judges.asr.values())
-    notes = [f"{'WER ' * (what in data.LANGS)}{what} by {Path(name).name}"
+    notes = [f"{'WER ' * (what in LANGS)}{what} by {Path(name).name}"
              for what, name in names.items()] + list(how)
     notes += [f"{cut} clips were longer than 30 s and lost their end"] * bool(cut)
     text = report(systems) + "\n\n" + "; ".join(notes)

@@ -1,4 +1,4 @@
-"""What data.py promises: manifests, corpora, filters, audio, RL prompts, batches, test lists."""
+"""What data.py promises: manifests, corpora, filters, audio, RL prompts, batches."""
 import contextlib
 import io
 import json
@@ -536,84 +536,6 @@ def test_other_errors_than_broken_audio_are_not_swallowed(corpus, monkeypatch):
     monkeypatch.setattr(data, "read_audio", fail)
     with contextlib.closing(Loader(corpus)) as loader, pytest.raises(MemoryError):
         loader.load([0])
-
-
-# ---- test lists ------------------------------------------------------------------------------
-
-def write_list(path, *lines, end="\n"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes("".join(line + end for line in lines).encode())
-    return path
-
-
-@pytest.mark.parametrize("end", ("\n", "\r\n"))
-def test_seedtts_lists_of_5_4_3_and_2_fields(tmp_path, capsys, end):
-    path = write_list(tmp_path / "en/meta.lst",
-                      "\ufeffu5|It's me.|prompt-wavs/p.wav|Hello.|gt/u5.wav",      # with a BOM
-                      "u4|Me.|prompt-wavs/p.wav|Hello.", "g4|Me.|prompt-wavs/p.wav|Hello.",
-                      "u3.wav|Hello.|prompt-wavs/p.wav", "u2|Hello.", end=end)
-    write_wav(tmp_path / "en/wavs/g4.wav", tone(1))
-    items = data.read_seedtts(path)
-    prompt = str(tmp_path / "en/prompt-wavs/p.wav")
-    assert [(i.utt, i.prompt_text, i.prompt_wav) for i in items] == [
-        ("u5", "It's me.", prompt), ("u4", "Me.", prompt), ("g4", "Me.", prompt),
-        ("u3", "", prompt), ("u2", "", "")]
-    assert [i.gt_wav for i in items] == [str(tmp_path / "en/gt/u5.wav"), None,
-                                         str(tmp_path / "en/wavs/g4.wav"), None, None]
-    assert {(i.text, i.lang, i.keep_apostrophe) for i in items} == {("Hello.", "en", True)}
-    assert "has 5 utterances, the published seedtts-en 1088" in capsys.readouterr().out
-
-
-def test_seedtts_takes_the_language_from_the_folder_or_the_caller(tmp_path, capsys):
-    lines = [f"u{k}|你好|p.wav|再见" for k in range(2_020)]
-    assert {i.lang for i in data.read_seedtts(write_list(tmp_path / "zh/meta.lst", *lines))} == {
-        "zh"}
-    assert not capsys.readouterr().out                              # the published number
-    path = write_list(tmp_path / "lists/meta.lst", *lines)
-    with pytest.raises(ValueError, match="language 'lists'"):
-        data.read_seedtts(path)
-    assert data.read_seedtts(path, "zh")[0].lang == "zh"
-
-
-@pytest.mark.parametrize("line", ("only", "a|b|c|d|e|f", "a||p.wav|d", "|b|p.wav|d", "a|b|p.wav| "))
-def test_a_malformed_seedtts_line_is_named_by_number(tmp_path, line):
-    path = write_list(tmp_path / "en/meta.lst", "u1|Me.|p.wav|Hello.", "", line)
-    with pytest.raises(ValueError, match="line 3: wanted 2 to 5 fields"):
-        data.read_seedtts(path)
-
-
-LS_PC = "61-70968-0000\t3.2\tHe's here.\t61-70970-0001\t5.5\tNot \"now\", he said."
-
-
-def test_the_librispeech_pc_list_with_crlf_and_tabs(tmp_path, capsys):
-    (item,) = data.read_librispeech_pc(write_list(tmp_path / "a.lst", LS_PC, end="\r\n"), tmp_path)
-    assert item == data.TestItem("61-70970-0001", "He's here.",
-                                 str(tmp_path / "61/70968/61-70968-0000.flac"),
-                                 'Not "now", he said.',
-                                 str(tmp_path / "61/70970/61-70970-0001.flac"), "en", False)
-    assert "the published librispeech-pc 1127" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("line", (
-    "a\tb", LS_PC.replace("\t", " "), LS_PC + "\tmore", LS_PC.replace("3.2", "x"),
-    LS_PC.replace("61-70970-0001", "61_70970"), LS_PC.replace("He's here.", "")))
-def test_a_malformed_librispeech_pc_line_is_named_by_number(tmp_path, line):
-    path = write_list(tmp_path / "a.lst", LS_PC, line)
-    with pytest.raises(ValueError, match="line 2: wanted 6 fields, TAB"):
-        data.read_librispeech_pc(path, tmp_path)
-
-
-def test_duplicates_empty_lists_and_missing_roots_are_errors(tmp_path):
-    with pytest.raises(ValueError, match="duplicate utterances .*61-70970-0001"):
-        data.read_librispeech_pc(write_list(tmp_path / "a.lst", LS_PC, LS_PC), tmp_path)
-    with pytest.raises(ValueError, match="duplicate utterances .*u1"):
-        data.read_seedtts(write_list(tmp_path / "en/meta.lst", "u1|a|p.wav|b", "u1.wav|b"))
-    with pytest.raises(ValueError, match="no lines"):
-        data.read_seedtts(write_list(tmp_path / "en/meta.lst", ""))
-    with pytest.raises(ValueError, match="no folder"):
-        data.read_librispeech_pc(write_list(tmp_path / "a.lst", LS_PC), tmp_path / "no")
-    with pytest.raises(ValueError, match="cannot be read"):
-        data.read_seedtts(tmp_path / "en/no.lst")
 
 
 # ---- the command line ------------------------------------------------------------------------

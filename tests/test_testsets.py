@@ -14,7 +14,6 @@ import pytest
 import soundfile
 import torch
 
-import data
 import evaluate
 import testsets
 from config import Config
@@ -23,7 +22,8 @@ from evaluate import EvalConfig, bootstrap, read_records
 from grow import Prompt
 from run import Run
 from sample import SampleConfig
-from testsets import average, differences, read_lists, report, run_lists, score, summarize
+from testsets import (ListItem, average, differences, read_librispeech_pc, read_lists, read_seedtts,
+                      report, run_lists, score, summarize)
 from worlds import RandomJudge
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,6 +130,79 @@ def copy(whole, lists, tmp_path):
     """Such a run of one's own; keyword arguments change its EvalConfig."""
     shutil.copytree(whole.dir, tmp_path / "out")
     return lambda **changes: tiny_run(tmp_path / "out", **{**lists, **changes})
+
+
+# ---- lists -------------------------------------------------------------------------------------
+
+def write_list(path, *lines, end="\n"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes("".join(line + end for line in lines).encode())
+    return path
+
+
+@pytest.mark.parametrize("end", ("\n", "\r\n"))
+def test_seedtts_lists_of_5_4_3_and_2_fields(tmp_path, capsys, end):
+    path = write_list(tmp_path / "en/meta.lst",
+                      "\ufeffu5|It's me.|prompt-wavs/p.wav|Hello.|gt/u5.wav",      # with a BOM
+                      "u4|Me.|prompt-wavs/p.wav|Hello.", "g4|Me.|prompt-wavs/p.wav|Hello.",
+                      "u3.wav|Hello.|prompt-wavs/p.wav", "u2|Hello.", end=end)
+    (tmp_path / "en/wavs").mkdir()
+    soundfile.write(tmp_path / "en/wavs/g4.wav", tone(200), 16_000)
+    items = read_seedtts(path, "en")
+    prompt = str(tmp_path / "en/prompt-wavs/p.wav")
+    assert [(i.utt, i.prompt_text, i.prompt_wav) for i in items] == [
+        ("u5", "It's me.", prompt), ("u4", "Me.", prompt), ("g4", "Me.", prompt),
+        ("u3", "", prompt), ("u2", "", "")]
+    assert [i.gt_wav for i in items] == [str(tmp_path / "en/gt/u5.wav"), None,
+                                         str(tmp_path / "en/wavs/g4.wav"), None, None]
+    assert {(i.text, i.lang, i.keep_apostrophe) for i in items} == {("Hello.", "en", True)}
+    assert "has 5 utterances, the published seedtts-en 1088" in capsys.readouterr().out
+
+
+def test_a_seedtts_list_of_the_published_number_is_read_without_a_note(tmp_path, capsys):
+    path = write_list(tmp_path / "meta.lst", *(f"u{k}|你好|p.wav|再见" for k in range(2_020)))
+    assert {(i.lang, i.text) for i in read_seedtts(path, "zh")} == {("zh", "再见")}
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ("only", "a|b|c|d|e|f", "a||p.wav|d", "|b|p.wav|d", "a|b|p.wav| "))
+def test_a_malformed_seedtts_line_is_named_by_number(tmp_path, line):
+    path = write_list(tmp_path / "en/meta.lst", "u1|Me.|p.wav|Hello.", "", line)
+    with pytest.raises(ValueError, match="line 3: wanted 2 to 5 fields"):
+        read_seedtts(path, "en")
+
+
+LS_PC = "61-70968-0000\t3.2\tHe's here.\t61-70970-0001\t5.5\tNot \"now\", he said."
+
+
+def test_the_librispeech_pc_list_with_crlf_and_tabs(tmp_path, capsys):
+    (item,) = read_librispeech_pc(write_list(tmp_path / "a.lst", LS_PC, end="\r\n"), tmp_path)
+    assert item == ListItem("61-70970-0001", "He's here.",
+                            str(tmp_path / "61/70968/61-70968-0000.flac"), 'Not "now", he said.',
+                            str(tmp_path / "61/70970/61-70970-0001.flac"), "en", False)
+    assert "the published librispeech-pc 1127" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", (
+    "a\tb", LS_PC.replace("\t", " "), LS_PC + "\tmore", LS_PC.replace("3.2", "x"),
+    LS_PC.replace("61-70970-0001", "61_70970"), LS_PC.replace("He's here.", "")))
+def test_a_malformed_librispeech_pc_line_is_named_by_number(tmp_path, line):
+    path = write_list(tmp_path / "a.lst", LS_PC, line)
+    with pytest.raises(ValueError, match="line 2: wanted 6 fields, TAB"):
+        read_librispeech_pc(path, tmp_path)
+
+
+def test_duplicates_empty_lists_and_missing_roots_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="duplicate utterances .*61-70970-0001"):
+        read_librispeech_pc(write_list(tmp_path / "a.lst", LS_PC, LS_PC), tmp_path)
+    with pytest.raises(ValueError, match="duplicate utterances .*u1"):
+        read_seedtts(write_list(tmp_path / "en/meta.lst", "u1|a|p.wav|b", "u1.wav|b"), "en")
+    with pytest.raises(ValueError, match="no lines"):
+        read_seedtts(write_list(tmp_path / "en/meta.lst", ""), "en")
+    with pytest.raises(ValueError, match="no folder"):
+        read_librispeech_pc(write_list(tmp_path / "a.lst", LS_PC), tmp_path / "no")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_seedtts(tmp_path / "en/no.lst", "en")
 
 
 # ---- speaking ----------------------------------------------------------------------------------
@@ -263,7 +336,7 @@ class Hears:
 
 def items_of(texts, folder, keep_apostrophe=True, lang="en"):
     soundfile.write(folder / "voice.wav", tone(200), 16_000)
-    return [data.TestItem(f"u{i}", "a prompt", str(folder / "voice.wav"), text, None, lang,
+    return [ListItem(f"u{i}", "a prompt", str(folder / "voice.wav"), text, None, lang,
                           keep_apostrophe) for i, text in enumerate(texts)]
 
 
