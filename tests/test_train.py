@@ -436,10 +436,17 @@ def micro(tmp_path_factory):
     folder = tmp_path_factory.mktemp("micro")
     words = ["--config", MICRO, f"out_dir={folder / 'run'}",
              f"corpus.cache_dir={folder / 'corpus'}", "autocast=off"]
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
+    text, trainers = io.StringIO(), []
+
+    class KeptTrainer(train.GrowTrainer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            trainers.append(self)
+    with contextlib.redirect_stdout(text), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "GrowTrainer", KeptTrainer)
         train.main(words)
-    return SimpleNamespace(dir=folder / "run", words=words, text=text.getvalue())
+    (trainer,) = trainers
+    return SimpleNamespace(dir=folder / "run", words=words, text=text.getvalue(), trainer=trainer)
 
 
 def test_every_stage_leaves_weights_config_command_seconds_and_scores(micro):
@@ -496,12 +503,15 @@ def test_probes_stand_in_the_log_and_the_best_weights_are_kept(micro, tmp_path, 
     assert capsys.readouterr().out.count("warning at step 1: anchor was") == 1
 
 
-def test_grow_moves_the_policy_but_not_its_stop_head(micro):
+def test_grow_moves_the_policy_but_neither_its_stop_head_nor_the_reference(micro):
     before, after = (load_tensors(micro.dir / f"{s}.safetensors")[0] for s in ("pretrain", "grow"))
     assert before.keys() == after.keys()                # and the auxiliary head is gone
     assert not any(name.startswith("aux") for name in before)
     moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
     assert all((delta == 0) == name.startswith("stop_head") for name, delta in moved.items())
+    reference = micro.trainer.reference.state_dict()
+    assert reference.keys() == before.keys()
+    assert all(torch.equal(value, before[name].float()) for name, value in reference.items())
 
 
 def test_grpo_is_another_method_of_the_same_stage(micro, tmp_path):
