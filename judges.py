@@ -342,7 +342,8 @@ class SpeakerVerifier(nn.Module):
     def hidden_states(self, wav):
         """(S,) -> (L+1, N, C): the input of each layer, then the output after the last norm."""
         wav = F.layer_norm(wav, wav.shape)  # eps 1e-5; transformers' own extractor has 1e-7
-        out = self.wavlm(wav[None], output_hidden_states=True)
+        with torch.random.fork_rng([]):     # transformers 5.20 draws for layerdrop in eval, too
+            out = self.wavlm(wav[None], output_hidden_states=True)
         # transformers 5 ends hidden_states before the final LayerNorm, the verifier after it.
         return torch.cat((*out.hidden_states[:-1], out.last_hidden_state))
 
@@ -404,7 +405,8 @@ class UTMOS(nn.Module):
 
     def forward(self, wav):
         """(S,) -> (), the mean over frames. The waveform is not normalised."""
-        x = self.wav2vec2(wav[None]).last_hidden_state                        # (1, N, C)
+        with torch.random.fork_rng([]):                                       # as for WavLM
+            x = self.wav2vec2(wav[None]).last_hidden_state                    # (1, N, C)
         extra = [e[:, None].expand(1, x.shape[1], -1) for e in (self.domain_emb, self.judge_emb)]
         x, _ = self.blstm(torch.cat((x, *extra), dim=2))                      # (1, N, 2 lstm)
         return self.projection(x).mean() * 2 + 3

@@ -417,7 +417,9 @@ def test_utmos_is_the_mean_over_frames_of_its_head(tmp_path):
 def test_utmos_scores_one_clip_at_a_time(tmp_path):
     utmos = load_utmos(tmp_path / "u.pt", utmos_state())
     wavs = [noise(9_000, 1), noise(MIN_SAMPLES, 2), noise(5_000, 3)]
+    before = torch.get_rng_state()
     out = utmos.score(wavs)
+    assert torch.equal(before, torch.get_rng_state())
     assert out.shape == (3,) and out.dtype == torch.float32 and not utmos.training
     assert out.tolist() == [utmos.score([wav]).item() for wav in wavs]
     assert utmos.score([]).shape == (0,)
